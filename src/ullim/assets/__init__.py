@@ -1,0 +1,8 @@
+"""Models and data that come with installable packages, for the demo and for trying a recipe without a hub.
+
+`builtin:NAME` in a recipe is resolved here to a folder or file, made on first use and kept in a cache.
+"""
+
+from ullim.assets.resolve import BUILTINS, resolve, resolve_recipe
+
+__all__ = ["BUILTINS", "resolve", "resolve_recipe"]

@@ -1,0 +1,1 @@
+"""The asynchronous loop on Ray: who generates, who trains, who waits for whom."""

@@ -1,0 +1,84 @@
+"""Held-out prompts answered and scored on the nodes: what a run is judged by before and after."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+from ullim.monitor.files import write_atomically
+from ullim.orchestration.peers import PeerDied, RolloutTask
+from ullim.orchestration.supervisor import NodePool
+from ullim.records import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class HeldoutAnswer:
+    """One answer, for reading side by side."""
+
+    prompt_id: str
+    last_turn: str
+    text: str
+    tokens: int
+    scores: dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldoutResult:
+    """Means over all answers that have a score; `answers` in the order of prompts, so before and after pair up."""
+
+    version: int
+    rewards: dict[str, float | None]
+    length_mean: float
+    truncated_fraction: float
+    answers: tuple[HeldoutAnswer, ...]
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(asdict(self), ensure_ascii=False, allow_nan=False, indent=1)
+        write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+    @classmethod
+    def read(cls, path: Path) -> "HeldoutResult":
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**data, "answers": tuple(HeldoutAnswer(**answer) for answer in data["answers"])})
+
+
+async def measure(
+    pool: NodePool, prompts: Sequence[Prompt], channels: Sequence[str], *, version: int, answers: int, seed: int
+) -> HeldoutResult:
+    """Draw `answers` per prompt on the serving nodes, with one seed per prompt whatever the version."""
+    groups = await asyncio.gather(
+        *(_ask(pool, RolloutTask(-1 - place, prompt, answers, seed + place)) for place, prompt in enumerate(prompts))
+    )
+    drawn = [(group, completion) for group in groups for completion in group.completions]
+    told = tuple(
+        HeldoutAnswer(
+            prompt_id=group.prompt.prompt_id,
+            last_turn=group.prompt.messages[-1].content,
+            text=completion.text,
+            tokens=len(completion.token_ids),
+            scores={name: score.value for name, score in completion.scores.items()},
+        )
+        for group, completion in drawn
+    )
+    scored = {name: [v for a in told if (v := a.scores.get(name)) is not None] for name in channels}
+    return HeldoutResult(
+        version=version,
+        rewards={name: fmean(values) if values else None for name, values in scored.items()},
+        length_mean=fmean(answer.tokens for answer in told),
+        truncated_fraction=fmean(completion.finish == "length" for _, completion in drawn),
+        answers=told,
+    )
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+async def _ask(pool: NodePool, task: RolloutTask) -> RolloutGroup:
+    """A death is the pool's to mend; here, outside the loop, it ends the measurement."""
+    seat = pool.pick()
+    if seat is None:
+        raise PeerDied("every node", "none serves, so the held-out prompts cannot be answered")
+    return await pool.rollout(seat, task)
