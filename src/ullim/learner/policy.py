@@ -73,14 +73,14 @@ class ShardedPolicy:
             dict[str, Tensor](self.parameters) | _saved_buffers(module.model),
         )
         self._units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-        # One rank alone saves no memory by freeing whole weights, and would cast them twice per micro-batch.
-        self._keep_whole = ranks.world_size == 1
         for unit in self._units:
-            # Gradients are summed, not averaged: losses are already divided by the denominators of the whole update.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            if self._keep_whole:
+            if ranks.world_size == 1:
+                # One rank saves no memory by freeing whole weights, and would cast them again for every pass.
                 unit.set_reshard_after_backward(False)
+            else:
+                # Gradients are summed, not averaged: losses are already divided by denominators of the whole update.
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
 
     @property
     def vocabulary(self) -> int:
