@@ -151,6 +151,7 @@ class TinySubject:
 
     vocabulary = VOCABULARY
     max_context = CONTEXT
+    tolerance = 1e-4
 
     def __init__(self, make_model: Any, *, dtype: str = "float32", **options: Any) -> None:
         """The reference stays in float32, over weights that `dtype` can hold exactly."""
@@ -159,7 +160,6 @@ class TinySubject:
             which: randomised(make_model(), seed).to(self._dtype).float() for which, seed in (("old", 1), ("new", 2))
         }
         self._options = {"max_running": 8, "seed": 5, **options}
-        self.tolerance = 1e-4 if dtype == "float32" else 0.3
 
     def start(self) -> TransformersEngine:
         model = copy.deepcopy(self._models["old"]).to(self._dtype)

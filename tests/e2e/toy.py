@@ -15,9 +15,7 @@ LETTERS = string.ascii_lowercase[:12]
 
 def fondness(samples: Sequence[Any]) -> list[float]:
     """Share of the answer that is the letter of its prompt; the reward function of the toy job."""
-    return [
-        sample.text.count(sample.messages[-1].content[0]) / max(1, len(sample.token_ids)) for sample in samples
-    ]
+    return [sample.text.count(sample.messages[-1].content[0]) / max(1, len(sample.token_ids)) for sample in samples]
 
 
 def unlucky(samples: Sequence[Any]) -> list[float]:

@@ -151,7 +151,8 @@ def _normalise(rewards: Tensor, groups: _Groups, scale: Scale, eps: float) -> Te
         centred = centred / (variance.sqrt() + eps)
     elif scale == "batch" and int(groups.scored.sum()) >= 2:
         centred = centred / (rewards[groups.scored].std() + eps)
-    informative = groups.scored & (members >= 2) & (groups.spread(rewards) > 0)
+    # A lone scored member is its own maximum and minimum, so this rules out the small groups as well as the flat ones.
+    informative = groups.scored & (groups.spread(rewards) > 0)
     return torch.where(informative, centred, 0.0)
 
 

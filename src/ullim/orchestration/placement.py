@@ -175,7 +175,12 @@ class RayLearners:
 def _actor(cls: type, threads: int, gpus: float, **options: Any) -> Any:
     """An actor class with its share of the machine. Cores are shared by intent, so Ray is asked for none on one
     machine; on a cluster each process asks for its threads, so that Ray spreads them."""
-    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        # A user's reward functions are imported by name, so workers look where the command was typed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
     return ray.remote(
         num_cpus=threads if on_cluster() else 0,
         num_gpus=gpus,

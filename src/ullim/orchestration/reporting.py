@@ -83,13 +83,13 @@ class RunReporter:
             "timing/score": _mean([group.timing.score_s for group in groups]),
             "timing/publish": self._publication_s,
             "weights/bytes": self._published_bytes,
-            "utilisation/learner": min(1.0, report.seconds / seconds) if seconds > 0 else None,
+            "utilisation/learner": _share(report.seconds - report.metrics.get("timing/publication_wait", 0.0), seconds),
             "throughput/completions_per_s": len(answers) / seconds if seconds > 0 else None,
             "throughput/tokens_per_s": sum(len(a.token_ids) for a in answers) / seconds if seconds > 0 else None,
-            "gate/held": outcome.slots_held,
+            "gate/admitted": outcome.slots_held,
             "gate/capacity": outcome.slots,
             "gate/in_flight": outcome.in_flight,
-            "gate/buffered": outcome.buffered,
+            "buffer/ready": outcome.buffered,
         }
         return metrics
 
@@ -120,6 +120,10 @@ class RunReporter:
             trained=() if outcome.report.skipped else None,
         )
         self._samples.write(outcome.step, rows)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return min(1.0, part / whole) if whole > 0 else None
 
 
 def _mean(values: list[float]) -> float | None:

@@ -75,10 +75,10 @@ def test_a_model_with_a_short_window_is_refused_and_a_wide_one_is_not() -> None:
 
 def test_models_without_an_attention_cache_of_our_kind_are_refused() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4))
-    with pytest.raises(BadInput, match="Mamba.*vLLM"):
+    with pytest.raises(BadInput, match=r"Mamba.*vLLM"):
         TransformersEngine.from_model(mamba, None, max_context=64)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
-    with pytest.raises(BadInput, match="Bloom.*vLLM"):
+    with pytest.raises(BadInput, match=r"Bloom.*vLLM"):
         TransformersEngine.from_model(bloom, None, max_context=64)
 
 
@@ -293,5 +293,21 @@ def test_new_weights_while_a_request_has_started_only_some_of_its_members() -> N
             answer = answers["a", member]
             assert set(answer.versions) == {1}
             np.testing.assert_allclose(answer.logprobs, subject.reference("new", prompt, answer.ids, 1.0), atol=1e-4)
+
+    run(body, subject.start())
+
+
+def test_packed_bfloat16_weights_follow_an_update() -> None:
+    """A stale packed copy, of the output head above all, would go on answering under the old weights."""
+    subject = TinySubject(llama, dtype="bfloat16")
+    prompt, completion = np.array(PROMPT, dtype=np.int32), np.arange(60, dtype=np.int32)
+
+    async def body(engine: TransformersEngine) -> None:
+        await engine.pause()
+        for version, (which, other) in enumerate([("old", "new"), ("new", "old"), ("old", "new")]):
+            await engine.receive_weights(*subject.weights(which), version)
+            (found,) = await engine.probe([(prompt, completion)], 1.0)
+            assert np.abs(found - subject.reference(which, prompt, completion, 1.0)).mean() < 0.1
+            assert np.abs(found - subject.reference(other, prompt, completion, 1.0)).mean() > 1
 
     run(body, subject.start())

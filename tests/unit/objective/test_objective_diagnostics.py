@@ -179,6 +179,11 @@ def test_vector_round_trip_and_its_checks():
     vector = tally.to_vector()
     vector.zero_()  # a copy: an all-reduce in place must not change the tally
     assert tally["ratio_tokens"] > 0
+    received = Tally.from_vector(tally.to_vector())
+    vector = tally.to_vector()
+    kept = Tally.from_vector(vector)
+    vector.zero_()  # and a receive buffer used again must not change what was read from it
+    assert kept.finalise() == received.finalise()
     with pytest.raises(ValueError, match="a tally is float64"):
         Tally.from_vector(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="a tally is float64"):
