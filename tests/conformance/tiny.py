@@ -19,7 +19,7 @@ from transformers import (
 
 from ullim.engines.transformers import TransformersEngine
 from ullim.records import FloatArray, IntArray
-from ullim.weights.manifest import TensorEntry, WeightManifest
+from ullim.weights.manifest import WeightManifest, manifest_of
 
 VOCABULARY = 97
 CONTEXT = 256
@@ -131,19 +131,9 @@ def randomised(model: Any, seed: int) -> Any:
     return model.float().eval()
 
 
-def manifest_of(model: Any) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
-    """A manifest that sends tied tensors once, and the state dict behind it."""
-    state: dict[str, torch.Tensor] = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    pointers: dict[int, str] = {}
-    tied: list[tuple[str, str]] = []
-    entries: list[TensorEntry] = []
-    for name, tensor in model.state_dict().items():
-        carrier = pointers.setdefault(tensor.data_ptr(), name)
-        if carrier != name:
-            tied.append((name, carrier))
-        else:
-            entries.append(TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
-    return WeightManifest(tuple(entries), tuple(tied), buffer_bytes=1 << 20), state
+def transfer_of(model: Any) -> tuple[WeightManifest, dict[str, torch.Tensor]]:
+    """The manifest of `model`, tied tensors once, and the state dict behind it."""
+    return manifest_of(model, None, 1 << 20), {k: v.detach().clone() for k, v in model.state_dict().items()}
 
 
 class TinySubject:
@@ -166,7 +156,7 @@ class TinySubject:
         return TransformersEngine.from_model(model, LetterTokenizer(), **self._options)
 
     def weights(self, which: str, fail_after: int | None = None) -> tuple[WeightManifest, StateDictReceiver]:
-        manifest, state = manifest_of(self._models[which])
+        manifest, state = transfer_of(self._models[which])
         return manifest, StateDictReceiver(state, fail_after)
 
     def reference(self, which: str, prompt: IntArray, completion: IntArray, temperature: float) -> FloatArray:

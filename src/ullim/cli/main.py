@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ullim import __version__
 from ullim.errors import BadInput, RunFailed
@@ -16,6 +17,9 @@ from ullim.errors import BadInput, RunFailed
 # Models come from folders and packages. Asking a hub by accident would leak what is being trained on.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+INTERRUPTED = 130
+"""What typer makes of a KeyboardInterrupt: 128 and the signal's number, as shells have it."""
 
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -67,15 +71,16 @@ def main() -> None:
     """Entry point of the `ullim` command."""
     # A user's reward functions live where they work: `package.module:function` is looked up from here too.
     sys.path.insert(0, os.getcwd())
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    errors = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     try:
         app()
     except BadInput as error:
-        errors.print("[bold red]error:[/]", str(error), markup=True)
+        errors.print("[bold red]error:[/]", escape(str(error)))
         sys.exit(2)
     except RunFailed as error:
-        errors.print("[bold red]run failed:[/]", str(error), markup=True)
+        errors.print("[bold red]run failed:[/]", escape(str(error)))
         sys.exit(1)
-    except KeyboardInterrupt:
-        errors.print("interrupted; go on from the newest checkpoint with --resume")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            errors.print("interrupted; go on from the newest checkpoint with --resume")
+        raise

@@ -1,6 +1,9 @@
 """The end of a run on the terminal: figures before and after, answers side by side, and where to go next."""
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -8,7 +11,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ullim.config import Recipe
 from ullim.monitor.metrics import read_metrics
 from ullim.orchestration.heldout import HeldoutAnswer, HeldoutResult
 from ullim.orchestration.run import RunResult
@@ -16,7 +18,7 @@ from ullim.orchestration.run import RunResult
 SHOWN_ANSWERS = 3
 
 
-def show_outcome(result: RunResult, recipe: Recipe, source: str, console: Console, *, seconds: float) -> None:
+def show_outcome(result: RunResult, console: Console, *, seconds: float) -> None:
     """Everything a person wants to know when a run has ended."""
     console.print()
     if result.before is not None and result.after is not None:
@@ -28,10 +30,10 @@ def show_outcome(result: RunResult, recipe: Recipe, source: str, console: Consol
     console.print(f"[bold]{steps}[/], run directory [cyan]{escape(str(result.directory))}[/]")
     model = result.checkpoint / "model"
     console.print(f"Hugging Face checkpoint: [cyan]{escape(str(model))}[/]")
-    console.print("\nNext:")
-    more = result.version + recipe.loop.steps
-    print(f"  ullim train {source} --run.name={recipe.run.name} --resume --loop.steps={more}")
-    print(f"  tensorboard --logdir {result.directory / 'tensorboard'}")
+    console.print("\nNext, train on or look at the curves:")
+    command = _as_typed("ullim")
+    print(f"  {command} train {result.directory / 'config.toml'} --resume --loop.steps={2 * result.version}")
+    print(f"  {_as_typed('tensorboard')} --logdir {result.directory / 'tensorboard'}")
 
 
 def rewards_table(before: HeldoutResult, after: HeldoutResult) -> Table:
@@ -42,7 +44,7 @@ def rewards_table(before: HeldoutResult, after: HeldoutResult) -> Table:
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
     for name in before.rewards:
-        _add(table, f"reward {name}", before.rewards[name], after.rewards[name], "{:+.3f}")
+        _add(table, f"reward {name}", before.rewards[name], after.rewards.get(name), "{:+.3f}")
     _add(table, "length, tokens", before.length_mean, after.length_mean, "{:.1f}")
     _add(table, "cut off at the limit", before.truncated_fraction, after.truncated_fraction, "{:.1%}")
     return table
@@ -73,16 +75,29 @@ def loop_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def answers_table(before: HeldoutResult, after: HeldoutResult) -> Table:
-    """The same prompts answered before and after."""
+    """The same prompts answered before and after. A resumed run may have answered others at its end: only common
+    ones are shown."""
     table = Table(title="The same prompts, before and after", show_lines=True)
     for column in ("prompt (last turn)", "before", "after"):
         table.add_column(column, ratio=1, overflow="fold")
-    seen: set[str] = set()
-    for old, new in zip(before.answers, after.answers, strict=True):
-        if old.prompt_id not in seen and len(seen) < SHOWN_ANSWERS:
-            seen.add(old.prompt_id)
-            table.add_row(escape(old.last_turn), _told(old), _told(new))
+    first, last = _first_answers(before), _first_answers(after)
+    for prompt_id in [prompt_id for prompt_id in first if prompt_id in last][:SHOWN_ANSWERS]:
+        old = first[prompt_id]
+        table.add_row(escape(old.last_turn), _told(old), _told(last[prompt_id]))
     return table
+
+
+def _first_answers(result: HeldoutResult) -> dict[str, HeldoutAnswer]:
+    """One answer per prompt, in order of the prompts."""
+    found: dict[str, HeldoutAnswer] = {}
+    for answer in result.answers:
+        found.setdefault(answer.prompt_id, answer)
+    return found
+
+
+def _as_typed(program: str) -> str:
+    """How to call a program of this environment, whether or not it was activated."""
+    return program if shutil.which(program) else str(Path(sys.executable).parent / program)
 
 
 def _told(answer: HeldoutAnswer) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 import ullim
+from ullim.cli.progress import PreparationProgress
 from ullim.config import Recipe, load_recipe
 from ullim.errors import BadInput
 
@@ -17,7 +18,7 @@ DEMO = "smollm2-chitchat.toml"
 def run_recipe(path: str | Path, arguments: Sequence[str], *, resume: bool) -> None:
     """Check the recipe, build what it names as `builtin:`, run it and show what came of it."""
     recipe = load_recipe(path, overrides(arguments))
-    _run(recipe, str(path), Console(), resume=resume)
+    _run(recipe, Console(), resume=resume)
 
 
 def run_demo(arguments: Sequence[str]) -> None:
@@ -27,7 +28,7 @@ def run_demo(arguments: Sequence[str]) -> None:
     recipe = load_recipe(path, given)
     if not any(item.startswith(("run.name=", "run.dir=")) for item in given):
         recipe = load_recipe(path, [*given, f"run.name={_free_name(recipe)}"])
-    _run(recipe, str(path), Console(), resume=False)
+    _run(recipe, Console(), resume=False)
 
 
 def overrides(arguments: Sequence[str]) -> list[str]:
@@ -64,12 +65,13 @@ def _free_name(recipe: Recipe) -> str:
     raise AssertionError("unreachable")
 
 
-def _run(recipe: Recipe, source: str, console: Console, *, resume: bool) -> None:
+def _run(recipe: Recipe, console: Console, *, resume: bool) -> None:
     from ullim.assets import resolve_recipe  # torch and Ray load once the recipe is known to be right
     from ullim.cli.outcome import show_outcome
     from ullim.orchestration.run import train
 
     started = time.monotonic()
-    prepared = resolve_recipe(recipe, lambda text, share: console.print(f"[dim]{text}[/]", highlight=False))
+    with PreparationProgress(console) as progress:
+        prepared = resolve_recipe(recipe, progress)
     result = train(prepared, resume=resume, console=console)
-    show_outcome(result, recipe, source, console, seconds=time.monotonic() - started)
+    show_outcome(result, console, seconds=time.monotonic() - started)

@@ -1,4 +1,5 @@
-"""What every config model shares: unknown keys are refused, values are frozen, docstrings are the help text."""
+"""What every config model shares: unknown keys and other types are refused, values are frozen, docstrings are the
+help text."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,4 +7,10 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """One section of a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,  # `steps = true` is a mistake, not 1 step
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )

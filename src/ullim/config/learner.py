@@ -1,8 +1,12 @@
 """Learners: ranks, optimiser, micro-batches."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from ullim.config.base import Section
+
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class LearnerConfig(Section):
@@ -23,8 +27,8 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up, in version steps."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
+    betas: tuple[DecayRate, DecayRate] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW's decay rates of the mean and of the square of the gradient."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""

@@ -1,8 +1,9 @@
 """The loop: how much, how far apart, how long to wait."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ullim.config.base import Section
 
@@ -24,7 +25,8 @@ class LoopConfig(Section):
     """Answers per prompt; their rewards are compared with each other, so one alone teaches nothing."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """η: an answer may be trained on at most this many versions after its oldest token. 0 is on-policy."""
+    """η: an answer may be trained on at most this many versions after its oldest token. 0 is on-policy, and the
+    default in `sync` mode."""
 
     prompt_retries: int = Field(default=2, ge=0)
     """How often a prompt whose group came too late is asked again before it is dropped."""
@@ -34,3 +36,18 @@ class LoopConfig(Section):
 
     max_empty_steps: int = Field(default=8, ge=1)
     """Steps in a row in which every advantage is 0 (all rewards failed, or all groups flat) before the run stops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_turn_is_on_policy(cls, data: Any) -> Any:
+        """Sync mode's default, so that the recipe as resolved says what was in force."""
+        in_turn = isinstance(data, Mapping) and data.get("mode") == "sync"
+        return {"max_staleness": 0, **data} if in_turn else data
+
+    @model_validator(mode="after")
+    def _no_staleness_in_turn(self) -> "LoopConfig":
+        if self.mode == "sync" and self.max_staleness != 0:
+            raise ValueError(
+                f'mode = "sync" is on-policy; write max_staleness = 0 or mode = "async" (found {self.max_staleness})'
+            )
+        return self

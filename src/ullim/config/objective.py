@@ -48,14 +48,17 @@ class CorrectionConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "CorrectionConfig":
         if self.level == "geometric" and self.mode != "mask":
-            raise ValueError('level = "geometric" needs mode = "mask"; a truncated geometric mean corrects nothing')
+            raise ValueError(
+                f'level = "geometric" needs mode = "mask" (found "{self.mode}"): a bounded mean is a test, not a weight'
+            )
         if self.floor is not None and self.mode != "mask":
-            raise ValueError('floor needs mode = "mask"')
+            raise ValueError(f'floor ({self.floor:g}) needs mode = "mask" (found "{self.mode}")')
         if self.floor is not None and self.floor >= self.cap:
             raise ValueError(f"floor ({self.floor:g}) must be below cap ({self.cap:g})")
         if self.anchor == "rollout" and self.mode != "none":
             raise ValueError(
-                'anchor = "rollout" already holds the engine\'s log-prob in the ratio; write mode = "none"'
+                f'anchor = "rollout" has the engine\'s log-prob in the ratio already; write mode = "none" '
+                f'(found "{self.mode}")'
             )
         return self
 
@@ -81,6 +84,12 @@ class ExplorationConfig(Section):
 
     kl_coefficient: float = Field(default=1.0, ge=0)
     """Weight of the penalty of `kl_cov`."""
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> "ExplorationConfig":
+        if self.cov_low > self.cov_high:
+            raise ValueError(f"cov_low ({self.cov_low:g}) must not exceed cov_high ({self.cov_high:g})")
+        return self
 
 
 class ObjectiveConfig(Section):

@@ -1,6 +1,8 @@
 """The whole recipe: sections together, and what must hold between them."""
 
-from pydantic import Field, model_validator
+import re
+
+from pydantic import Field, field_validator, model_validator
 
 from ullim.config.base import Section
 from ullim.config.engine import NodesConfig, SamplingConfig, TransformersEngineConfig
@@ -42,11 +44,27 @@ class RunConfig(Section):
     dir: str = "runs/{name}"
     """Run directory. `{name}` is replaced by `name`."""
 
-    name: str = Field(default="run", pattern=r"^[\w.-]+$")
-    """Name of the run."""
+    name: str = "run"
+    """Name of the run: letters, digits, `_`, `.` and `-`, not starting with `.` or `-`."""
 
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and initialisation."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_a_folder(cls, value: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]*", value):
+            raise ValueError(f"{value!r} must hold letters, digits, _ . and - only, and not start with . or -")
+        return value
+
+    @field_validator("dir")
+    @classmethod
+    def _only_name_is_filled_in(cls, value: str) -> str:
+        try:
+            value.format(name="name")
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"{value!r} has braces that are not {{name}}; write literal ones twice") from error
+        return value
 
 
 class Recipe(Section):
@@ -54,7 +72,7 @@ class Recipe(Section):
 
     policy: PolicyConfig
     prompts: PromptsConfig
-    rewards: dict[str, RewardConfig] = Field(min_length=1)
+    rewards: dict[str, RewardConfig]
     run: RunConfig = RunConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: TransformersEngineConfig = TransformersEngineConfig()
@@ -69,24 +87,23 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
         loop, learner = self.loop, self.learner
+        if not self.rewards:
+            raise ValueError("[rewards] is empty; write at least one channel, such as [rewards.length]")
         if loop.groups_per_step % learner.updates_per_step:
             raise ValueError(
                 f"loop.groups_per_step ({loop.groups_per_step}) must be divisible by learner.updates_per_step "
                 f"({learner.updates_per_step}), or the updates of a step would weigh groups differently"
             )
-        if loop.mode == "sync" and loop.max_staleness != 0 and "max_staleness" in loop.model_fields_set:
-            raise ValueError(
-                f'loop.mode = "sync" is on-policy; write loop.max_staleness = 0 or mode = "async" '
-                f"(found {loop.max_staleness})"
-            )
         if all(channel.weight == 0 for channel in self.rewards.values()):
             raise ValueError("every channel of [rewards] has weight 0; give at least one a positive weight")
         for name in self.rewards:
             if not name.replace("-", "_").isidentifier():
-                raise ValueError(f"rewards.{name}: a channel's name may hold letters, digits, _ and - only")
+                raise ValueError(
+                    f"rewards.{name}: a channel's name holds letters, digits, _ and - only and starts with no digit"
+                )
         return self
 
     @property
     def max_staleness(self) -> int:
-        """η in force: 0 in sync mode whatever the default."""
-        return 0 if self.loop.mode == "sync" else self.loop.max_staleness
+        """η in force."""
+        return self.loop.max_staleness

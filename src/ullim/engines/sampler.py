@@ -55,7 +55,9 @@ class Sampler:
         RunFailed: nothing sampled from them means anything.
         """
         rows = len(logits)
-        weights = self._weights(logits, temperatures)
+        peak = logits.amax(-1, keepdim=True).float()
+        divisors = torch.from_numpy(np.where(temperatures == 0, np.float32(1.0), temperatures)).to(logits.device)
+        weights = self._weights(logits, peak, divisors)
         blocks = weights.view(rows, -1, _BLOCK)
         cumulative = blocks.sum(-1, dtype=torch.float32).double().cumsum(-1)  # [N, blocks]
         total = cumulative[:, -1]
@@ -70,20 +72,20 @@ class Sampler:
         if bool(greedy.any()):
             greedy = greedy.to(logits.device)
             tokens[greedy] = logits[greedy].argmax(-1)
-        logprobs = weights.gather(1, tokens[:, None])[:, 0].log() - total.log().float()
-        return tokens, logprobs
+        # From the logit, not from its weight: the smallest weights are denormal and have lost their digits.
+        drawn = (logits.gather(1, tokens[:, None]).float() - peak)[:, 0] / divisors
+        return tokens, drawn - total.log().float()
 
-    def _weights(self, logits: torch.Tensor, temperatures: npt.NDArray[np.float32]) -> torch.Tensor:
-        """exp((logits − max)/T) in float32, [N, V rounded up to whole blocks], 0 beyond the vocabulary."""
+    def _weights(self, logits: torch.Tensor, peak: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+        """exp((logits − peak)/divisors) in float32, [N, V rounded up to whole blocks], 0 beyond the vocabulary."""
         rows, vocabulary = logits.shape
         width = -(-vocabulary // _BLOCK) * _BLOCK
         if self._buffer.shape[0] < rows or self._buffer.shape[1] != width or self._buffer.device != logits.device:
             self._buffer = torch.zeros(rows, width, device=logits.device)
         full = self._buffer[:rows]
         weights = full[:, :vocabulary]
-        torch.sub(logits, logits.amax(-1, keepdim=True).float(), out=weights)
-        if (temperatures != 1.0).any():
-            divisors = torch.from_numpy(np.where(temperatures == 0, np.float32(1.0), temperatures)).to(logits.device)
+        torch.sub(logits, peak, out=weights)
+        if bool((divisors != 1.0).any()):
             weights.div_(divisors[:, None])
         weights.exp_()
         return full

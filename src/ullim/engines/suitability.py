@@ -21,8 +21,8 @@ def check_suitable(model: Any, *, max_context: int, device: torch.device) -> lis
     that share caches.
     """
     config = model.config.get_text_config()
-    _check_config(config, max_context)
     name = type(model).__name__
+    _check_config(config, max_context, name)
     if not getattr(model, "_supports_attention_backend", False):
         raise BadInput(f"model: {name} does not take attention functions from outside; {_USE_VLLM}")
     count = int(config.vocab_size)
@@ -53,7 +53,7 @@ def check_suitable(model: Any, *, max_context: int, device: torch.device) -> lis
     return _in_layer_order(plan.shapes, name)
 
 
-def _check_config(config: Any, max_context: int) -> None:
+def _check_config(config: Any, max_context: int, name: str) -> None:
     window = getattr(config, "sliding_window", None)
     layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
     windowed = any("sliding" in kind or "chunked" in kind for kind in layer_types)
@@ -66,7 +66,7 @@ def _check_config(config: Any, max_context: int) -> None:
         )
     strange = sorted({k for k in layer_types if not k.endswith("attention") or k == "linear_attention"})
     if strange:
-        raise BadInput(f"model: layers of type {strange} keep no keys and values; {_USE_VLLM}")
+        raise BadInput(f"model: {name} has layers of type {strange}, which keep no keys and values; {_USE_VLLM}")
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and max_context > limit:
         raise BadInput(f"max_context: {max_context} tokens, but the model has {limit} positions")

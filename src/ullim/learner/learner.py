@@ -78,7 +78,7 @@ class Learner:
 
         self._policy = load(frozen=False)
         reference = load(frozen=True) if objective.kl_coefficient > 0 else None
-        self._optimiser = Optimiser(self._policy.parameters, learner)
+        self._optimiser = Optimiser(self._policy.parameters, learner, self._ranks)
         self._publisher = Publisher(self._policy.weights, self._ranks)
         self._bad_steps = BadSteps(learner.max_bad_steps, Path(bad_samples))
 

@@ -141,8 +141,9 @@ class TrainingStep:
         for packed in self._packed(update, work):
             loss, part = self._loss(packed, work, whole, chosen, known_start=known_start)
             loss.backward()  # type: ignore[no-untyped-call]
-            if not math.isfinite(loss.item()):
-                work.suspect[list(packed.members)] = 1.0
+            members = list(packed.members)
+            if not math.isfinite(loss.item()) and not bool(work.suspect[members].any()):
+                work.suspect[members] = 1.0  # no member is known to be at fault by itself
             tally = tally.merge(part)
         vector = tally.to_vector()
         self._ranks.total(vector[: Tally.sums])

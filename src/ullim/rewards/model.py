@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ullim.errors import BadInput, RunFailed
@@ -81,7 +82,7 @@ def _load(folder: Path, key: str) -> tuple[Any, Any]:
             folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"{key}: {folder} cannot be loaded as a sequence classifier: {error}") from error
     # transformers fills what a checkpoint lacks with random numbers and only warns; such a head would be noise.
     if info["missing_keys"]:

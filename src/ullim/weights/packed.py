@@ -179,7 +179,7 @@ def _take(source: Iterator[tuple[str, torch.Tensor]], entry: TensorEntry, report
     wire = entry.torch_dtype
     if tensor.dtype != wire and not (tensor.dtype.is_floating_point and wire.is_floating_point):
         raise TransferFailed(f"weights: {name!r} is {tensor.dtype}, the manifest says {wire}; only floats are cast")
-    return tensor.detach()  # copying a tensor that wants gradients would tie the buffer to its graph
+    return tensor.detach()  # a copy out of a parameter would otherwise be recorded for its gradient
 
 
 def _expect_end(source: Iterator[tuple[str, torch.Tensor]], report: PackReport) -> None:

@@ -26,8 +26,8 @@ from conformance.tiny import (
     StateDictReceiver,
     TinySubject,
     llama,
-    manifest_of,
     randomised,
+    transfer_of,
 )
 from ullim.engines.transformers import TransformersEngine
 from ullim.errors import BadInput, RunFailed
@@ -59,6 +59,7 @@ def small_mistral(window: int | None) -> Any:
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
         sliding_window=window,
+        eos_token_id=None,
     )
     return randomised(MistralForCausalLM(config), 3)
 
@@ -174,7 +175,7 @@ def break_down(*_: Any) -> None:
 
 def test_broken_weights_stop_the_engine_instead_of_giving_garbage() -> None:
     async def body(engine: TransformersEngine) -> None:
-        manifest, state = manifest_of(randomised(llama(), 2))
+        manifest, state = transfer_of(randomised(llama(), 2))
         state["model.norm.weight"][:] = float("nan")
         await engine.pause()
         await engine.receive_weights(manifest, StateDictReceiver(state), 1)
@@ -186,16 +187,15 @@ def test_broken_weights_stop_the_engine_instead_of_giving_garbage() -> None:
 
 
 def test_manifests_that_do_not_fit_are_refused_before_anything_changes() -> None:
-    manifest, state = manifest_of(randomised(llama(), 2))
+    manifest, state = transfer_of(randomised(llama(), 2))
     first, *rest = manifest.entries
     assert manifest.tied == (("lm_head.weight", "model.embed_tokens.weight"),)
     head = TensorEntry("lm_head.weight", (VOCABULARY, 32), "float32")
     wrong = {
-        "missing": WeightManifest(tuple(rest), (), 1),
-        "unknown": WeightManifest((*manifest.entries, TensorEntry("extra", (1,), "float32")), manifest.tied, 1),
-        "has shape": WeightManifest((TensorEntry(first.name, (1, 2), "float32"), *rest), manifest.tied, 1),
-        "ties them": WeightManifest((*manifest.entries, head), (), 1),
-        "not sent": WeightManifest(manifest.entries, (("lm_head.weight", "nowhere"),), 1),
+        "missing": WeightManifest(tuple(rest), (), 1 << 20),
+        "unknown": WeightManifest((*manifest.entries, TensorEntry("extra", (1,), "float32")), manifest.tied, 1 << 20),
+        "has shape": WeightManifest((TensorEntry(first.name, (1, 2), "float32"), *rest), manifest.tied, 1 << 20),
+        "ties them": WeightManifest((*manifest.entries, head), (), 1 << 20),
     }
 
     async def body(engine: TransformersEngine) -> None:
@@ -211,7 +211,7 @@ def test_manifests_that_do_not_fit_are_refused_before_anything_changes() -> None
 
 
 def test_streams_that_stray_from_the_manifest_are_refused() -> None:
-    manifest, state = manifest_of(randomised(llama(), 2))
+    manifest, state = transfer_of(randomised(llama(), 2))
 
     class Straying(StateDictReceiver):
         def __init__(self, change: Callable[[list[tuple[str, torch.Tensor]]], Any]) -> None:
@@ -242,7 +242,7 @@ def test_streams_that_stray_from_the_manifest_are_refused() -> None:
 
 
 def test_tied_weights_stay_tied_and_aliases_reach_an_untied_engine() -> None:
-    manifest, state = manifest_of(randomised(llama(), 2))
+    manifest, state = transfer_of(randomised(llama(), 2))
     apart = llama()
     apart.config.tie_word_embeddings = False
     apart.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCABULARY, 32))

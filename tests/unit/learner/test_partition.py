@@ -8,18 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullim.learner.partition import MAX_IMBALANCE, Piece, cut_batch
-from ullim.records import Sequence
+from ullim.records import IntArray, Sequence
 
 
 def sequences(*groups: tuple[int, list[int]]) -> list[Sequence]:
     """One group per (prompt tokens, completion tokens of each member)."""
+
+    def ones(count: int) -> IntArray:
+        return np.ones(count, np.int32)
+
     return [
-        Sequence(
-            np.ones(prompt, np.int32), np.ones(tokens, np.int32), np.zeros(tokens, np.float32), 0.0, group, np.zeros(tokens, np.int32)
-        )
+        Sequence(ones(prompt), ones(tokens), np.zeros(tokens, np.float32), 0.0, group, ones(tokens))
         for group, (prompt, lengths) in enumerate(groups)
         for tokens in lengths
-    ]  # fmt: skip
+    ]
 
 
 group_lists = st.lists(

@@ -146,7 +146,7 @@ def test_ppo_is_keeps_the_engine_inside_the_clip():
 def test_masked_places_change_nothing():
     step = Step(3)
     for options in (
-        LossSettings(kl_coefficient=0.1, entropy_coefficient=0.1, ratio_level="sequence"),
+        LossSettings(kl_coefficient=0.1, kl_kind="k2", entropy_coefficient=0.1, ratio_level="sequence"),
         LossSettings(anchor="rollout", correction="none", aggregation="sequence-mean"),
         LossSettings(correction="mask", correction_level="geometric", correction_floor=0.5),
     ):
