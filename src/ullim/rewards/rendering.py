@@ -67,8 +67,9 @@ def render(
     if room < 0:
         return None
     tokenizer.truncation_side = "left"
-    encoded = tokenizer(context if room else "", answer, truncation="only_first", max_length=max_tokens)
-    return {key: list(values) for key, values in encoded.items()}
+    # As a batch of one: an empty answer given as a bare string would make the pair a single sequence.
+    encoded = tokenizer([context if room else ""], [answer], truncation="only_first", max_length=max_tokens)
+    return {key: list(values[0]) for key, values in encoded.items()}
 
 
 def _render_chat(
