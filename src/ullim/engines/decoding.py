@@ -78,16 +78,11 @@ class DecodingLoop:
     def abort(self, request_ids: Iterable[str] | None) -> None:
         """End the named requests, or all of them (None), with what they have so far."""
         names = None if request_ids is None else set(request_ids)
-        chosen = {id(g) for g in self._live_groups() if names is None or g.request.request_id in names}
-        rows = [row for row in self._batch.rows if id(row.group) in chosen]
-        deltas: list[tuple[Sink, CompletionDelta]] = [(row.group.sink, row.take_delta("aborted")) for row in rows]
-        for group in [g for g in self._waiting if id(g) in chosen]:
-            unstarted = range(group.started, group.request.n)
-            deltas.extend((group.sink, Row(group, member).take_delta("aborted")) for member in unstarted)
-            group.started = group.request.n
-            self._waiting.remove(group)
-        self._batch.remove(rows)
-        _deliver(deltas)
+        self._end([g for g in self._live_groups() if names is None or g.request.request_id in names])
+
+    def drop(self, sink: Sink) -> None:
+        """End what was submitted for `sink`: its reader has gone."""
+        self._end([g for g in self._live_groups() if g.sink is sink])
 
     def flush(self) -> None:
         """Deliver every token sampled so far."""
@@ -104,6 +99,19 @@ class DecodingLoop:
         """Tell every caller that waits for tokens that there will be none."""
         for sink in {id(g.sink): g.sink for g in self._live_groups()}.values():
             sink.put(error)
+
+    def _end(self, groups: Sequence[Group]) -> None:
+        chosen = set(map(id, groups))
+        rows = [row for row in self._batch.rows if id(row.group) in chosen]
+        deltas: list[tuple[Sink, CompletionDelta]] = [(row.group.sink, row.take_delta("aborted")) for row in rows]
+        for group in groups:
+            if group.unstarted:
+                unstarted = range(group.started, group.request.n)
+                deltas.extend((group.sink, Row(group, member).take_delta("aborted")) for member in unstarted)
+                group.started = group.request.n
+                self._waiting.remove(group)
+        self._batch.remove(rows)
+        _deliver(deltas)
 
     def _live_groups(self) -> list[Group]:
         return [*self._batch.groups, *(g for g in self._waiting if g.slot < 0)]

@@ -70,10 +70,14 @@ class TransformersEngine:
             raise BadInput(f"dtype: {dtype!r}; choose bfloat16, float16 or float32")
         if not Path(model_path).is_dir():
             raise BadInput(f"model_path: {str(model_path)!r} is not a folder with a Hugging Face model")
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), local_files_only=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise BadInput(f"model_path: {str(model_path)!r} cannot be loaded: {error}") from error
         self._start(
             model.to(device),
-            AutoTokenizer.from_pretrained(model_path, local_files_only=True),
+            tokenizer,
             max_running=max_running,
             max_context=max_context,
             cache_bytes=cache_bytes,
@@ -173,21 +177,19 @@ class TransformersEngine:
     async def _stream(self, requests: list[GenerationRequest]) -> AsyncIterator[CompletionDelta]:
         sink = Sink(asyncio.get_running_loop())
         unfinished = sum(request.n for request in requests)
-        await self._worker.call(lambda: self._submit(requests, sink), "generate")
         try:
+            await self._worker.call(lambda: self._submit(requests, sink), "generate")
             while unfinished:
                 item = await sink.queue.get()
                 if isinstance(item, BaseException):
-                    unfinished = 0
                     raise item
                 for delta in item:
                     unfinished -= delta.finish is not None
                     yield delta
         finally:
             sink.closed = True
-            if unfinished and not self._worker.closed and self._worker.failure is None:
-                names = [request.request_id for request in requests]
-                self._worker.post(lambda: self._loop.abort(names))
+            if unfinished and not self._worker.ended:
+                self._worker.post(lambda: self._loop.drop(sink))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         names = list(request_ids)

@@ -73,8 +73,9 @@ class Worker:
             raise RunFailed(f"embedded engine: the worker did not stop within {self._deadline_s:g} s")
 
     @property
-    def closed(self) -> bool:
-        return self._closing
+    def ended(self) -> bool:
+        """Whether it was closed or has died, so that nothing may be posted any more."""
+        return self._closing or self.failure is not None
 
     def _refuse_if_ended(self) -> None:
         if self.failure is not None:

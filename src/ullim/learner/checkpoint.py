@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from ullim.errors import BadInput
 from ullim.learner.optimiser import Optimiser
@@ -58,7 +58,7 @@ def load_state(directory: Path, policy: ShardedPolicy, optimiser: Optimiser, ran
     return int(meta["version"])
 
 
-def _tensors(policy: ShardedPolicy, optimiser: Optimiser) -> dict[str, Tensor]:
+def _tensors(policy: ShardedPolicy, optimiser: Optimiser) -> dict[str, DTensor]:
     return {f"weight/{name}": parameter for name, parameter in policy.parameters.items()} | optimiser.moments()
 
 

@@ -27,10 +27,13 @@ def read_material(recipe: Recipe) -> Material:
     path = Path(recipe.policy.path)
     if not (path / "config.json").is_file():
         raise BadInput(f"policy.path: {path} is not a Hugging Face model folder (no config.json)")
-    config = AutoConfig.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"policy.path: {path}: config or tokenizer cannot be loaded ({error})") from error
     if recipe.policy.chat_template is not None:
-        tokenizer.chat_template = Path(recipe.policy.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = _template(Path(recipe.policy.chat_template))
     limit = {"max_tokens": recipe.prompts.max_tokens, "max_new_tokens": recipe.sampling.max_new_tokens}
     context = int(config.get_text_config().max_position_embeddings)
     encoded, left_out = encode_prompts(read_prompts(Path(recipe.prompts.path)), tokenizer, context=context, **limit)
@@ -54,3 +57,10 @@ def read_material(recipe: Recipe) -> Material:
         context=min(context, longest + recipe.sampling.max_new_tokens),
         left_out=left_out,
     )
+
+
+def _template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"policy.chat_template: {path} cannot be read ({error}); name a Jinja file") from error

@@ -258,7 +258,29 @@ def test_tied_weights_stay_tied_and_aliases_reach_an_untied_engine() -> None:
     run(body)
 
 
+def test_a_reader_cancelled_at_any_moment_leaves_nothing_running() -> None:
+    async def body(engine: TransformersEngine) -> None:
+        stay = asyncio.create_task(collect(engine, [request("stay", PROMPT, n=2, tokens=100)]))
+        for pauses in range(6):
+            task = asyncio.create_task(collect(engine, [request("go", PROMPT, n=3, tokens=200)]))
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        # A refused second use of an id must not end the first.
+        with pytest.raises(BadInput, match="still running"):
+            await collect(engine, [request("stay", PROMPT)])
+        answers = await stay
+        assert {a.finish for a in answers.values()} == {"length"}
+        await until(lambda: engine.load().running + engine.load().waiting == 0, "an idle engine")
+
+    run(body)
+
+
 def test_loading_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="cannot be loaded"):
+        TransformersEngine(tmp_path)
     with pytest.raises(BadInput, match="not a folder"):
         TransformersEngine(tmp_path / "nothing")
     with pytest.raises(BadInput, match="dtype"):

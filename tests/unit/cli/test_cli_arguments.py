@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ullim.cli import doctor, main, training
-from ullim.config.load import check_recipe
 from ullim.config.run import Recipe
 from ullim.errors import BadInput, RunFailed
 
@@ -132,7 +131,7 @@ def test_train_hands_on_recipe_overrides_and_resume(monkeypatch: pytest.MonkeyPa
 def test_the_demo_takes_a_name_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
 
-    def run(recipe: Recipe, source: str, console: object, *, resume: bool) -> None:
+    def run(recipe: Recipe, console: object, *, resume: bool) -> None:
         names.append(recipe.run.name)
         assert not resume
         Path(recipe.run.dir.format(name=recipe.run.name)).mkdir(parents=True)
@@ -172,18 +171,6 @@ def test_doctor_says_what_is_there_and_what_will_be_used(
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     run_main(monkeypatch, "doctor")
     assert "the cluster at RAY_ADDRESS=10.0.0.1:6379" in capsys.readouterr().out
-
-
-def test_the_next_command_it_prints_can_be_typed() -> None:
-    """`show_outcome` prints `--run.name=NAME`; a name that looks like a number must come back as itself."""
-    data = {
-        "policy": {"path": "m"},
-        "prompts": {"path": "p"},
-        "rewards": {"x": {"kind": "length_binary", "limit": 3}},
-    }
-    recipe = check_recipe(data | {"run": {"name": "007"}}, "my.toml")
-    assert recipe.run.name == "007"
-    assert training.overrides([f"--run.name={recipe.run.name}"]) == ["run.name=007"]
 
 
 def test_main_looks_for_modules_where_it_was_typed(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ullim.cli.outcome import answers_table, loop_table, rewards_table, show_outcome
-from ullim.config.load import check_recipe
 from ullim.monitor.metrics import MetricsWriter
 from ullim.monitor.run_directory import RunDirectory
 from ullim.orchestration.heldout import HeldoutAnswer, HeldoutResult
@@ -102,19 +101,10 @@ def test_everything_together_names_folder_checkpoint_and_next_command(
         metrics.write(1, {"timing/step": 2.0})
     figures = result(answer("a", "text"), taste=0.5) if heldout else None
     done = RunResult(directory.path, directory.checkpoints / "step-000001", 1, figures, figures)
-    recipe = check_recipe(
-        {
-            "policy": {"path": "m"},
-            "prompts": {"path": "p"},
-            "rewards": {"taste": {"kind": "length_binary", "limit": 3}},
-            "run": {"name": "x"},
-            "loop": {"steps": 5},
-        },
-        "my.toml",
-    )
-    show_outcome(done, recipe, "my.toml", Console(width=300), seconds=90.0)
+    show_outcome(done, Console(width=300), seconds=90.0)
     out = capsys.readouterr().out
     assert "1 steps in 1.5 min" in out
     assert str(directory.checkpoints / "step-000001" / "model") in out
-    assert "ullim train my.toml --run.name=x --resume --loop.steps=6" in out
+    assert f"train {directory.config} --resume --loop.steps=2" in out
+    assert f"--logdir {directory.tensorboard}" in out
     assert ("reward taste" in out) is heldout

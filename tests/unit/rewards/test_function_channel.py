@@ -201,12 +201,12 @@ def test_a_call_that_overruns_is_left_behind_and_their_number_is_bounded() -> No
 
 def test_the_channel_works_again_once_those_left_behind_have_ended() -> None:
     release = threading.Event()
-    mine = channel(lambda samples: [float(release.wait(FOREVER_S))], timeout_s=0.05)
+    mine = FunctionChannel("late", lambda samples: [float(release.wait(FOREVER_S))], timeout_s=0.05, retries=0)
     for _ in range(MAX_STUCK):
         score(mine, answers("x"))
     release.set()
     for thread in threading.enumerate():
-        if thread.name == "reward-mine":
+        if thread.name == "reward-late":
             thread.join(FOREVER_S)
     mine._timeout_s = FOREVER_S  # the answer is immediate now; only a loaded machine could miss the short limit
     assert score(mine, answers("x")) == [Score(1.0)]

@@ -13,19 +13,18 @@ from ullim.rewards.training import FitSettings, fit_reward_model
 from ullim.signals.examples import LabelledAnswer
 
 SETTINGS = FitSettings(
-    template=RewardTemplate(context_turns=1, max_tokens=24), trained_layers=1, epochs=4, learning_rate=5e-3
+    template=RewardTemplate(context_turns=1, max_tokens=24), trained_layers=1, epochs=3, learning_rate=5e-3
 )
 
 
 def examples(count: int = 160, offset: int = 0) -> list[LabelledAnswer]:
-    """"yes" somewhere in the answer means that the partner stayed, "bye" that they left."""
-    made = []
-    for i in range(offset, offset + count):
-        label = i % 2 == 0
-        words = [f"w{(i * 7 + k) % 40}" for k in range(i % 5)]
-        words.insert(i % (len(words) + 1), "yes" if label else "bye")
-        made.append(LabelledAnswer(f"c{i}", (Message("user", f"w{i % 40}"),), " ".join(words), label, 1))
-    return made
+    """An answer of yes means that the partner stayed, one of bye that they left; the context says nothing."""
+    return [
+        LabelledAnswer(
+            f"c{i}", (Message("user", f"w{i % 40} w{i * 7 % 40}"),), "yes" if i % 2 else "bye", bool(i % 2), 1
+        )
+        for i in range(offset, offset + count)
+    ]
 
 
 def test_it_learns_what_the_labels_say(encoder_folder: Path, tmp_path: Path) -> None:
@@ -75,7 +74,7 @@ def test_progress_is_told_to_the_end(encoder_folder: Path, tmp_path: Path) -> No
     )
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert len(shares) == 4 * 2  # epochs x batches
+    assert len(shares) == 3 * 2  # epochs x batches
 
 
 def test_answers_that_do_not_fit_are_counted(encoder_folder: Path, tmp_path: Path) -> None:
