@@ -75,7 +75,7 @@ def receive(orders: Connection, layers: int, passes: int) -> None:
     """A receiver's process: one group for the plain ways, one session after another for the packed ones."""
     torch.set_num_threads(1)
     port, rank, size = orders.recv()
-    group = GlooGroup(join_store(HOST, port, DEADLINE_S), rank, size, HOST, DEADLINE_S)
+    group = GlooGroup(join_store(HOST, port, DEADLINE_S), rank, size, HOST, DEADLINE_S, NoControl())
     whole = torch.empty(sized(layers, 64).nbytes, dtype=torch.uint8)
     single = [torch.empty(shape, dtype=torch.bfloat16).view(-1).view(torch.uint8) for _, shape in shapes(layers)]
     sessions = [WeightReceiver(address, deadline_s=DEADLINE_S, buffers=count) for count, address in orders.recv()]
@@ -115,7 +115,7 @@ def main() -> None:
     for rank, (name, pipe) in enumerate(zip(names, pipes, strict=True), start=1):
         pipe.send((store.port, rank, 1 + len(names)))
         pipe.send([(count, sender.addresses[name]) for count, sender in zip(counts, senders, strict=True)])
-    group = GlooGroup(store, 0, 1 + len(names), HOST, DEADLINE_S)
+    group = GlooGroup(store, 0, 1 + len(names), HOST, DEADLINE_S, NoControl())
 
     plain = [Way("raw"), Way("per parameter")]
     packed = [Way(f"packed {count} x {mib} MiB") for count, mib in PACKED]

@@ -1,7 +1,8 @@
 """Runs that are interrupted: by their end and a resume, by a killed node, by rewards that never work."""
 
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,30 @@ def recipe(root: Path, **sections: dict[str, object]) -> Recipe:
     return check_recipe(toy_recipe(root, **sections), "toy")
 
 
+@contextmanager
+def killing(name: str, run: Path, *, after_steps: int) -> Iterator[list[int]]:
+    """Kill one process of this session by `name` once the run has taken some steps; yields whom it killed."""
+    killed: list[int] = []
+    over = threading.Event()
+
+    def wait_and_kill() -> None:
+        while not over.wait(0.02):
+            if (run / "metrics.jsonl").is_file() and len(read_metrics(run)) >= after_steps:
+                for process in psutil.Process().children(recursive=True):
+                    if process.name().startswith(name):
+                        killed.append(process.pid)
+                        process.kill()
+                        return
+
+    killer = threading.Thread(target=wait_and_kill)
+    killer.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        killer.join()
+
+
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     train(recipe(tmp_path, loop={"steps": 3}))
     with pytest.raises(BadInput, match="--resume"):
@@ -37,30 +62,24 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_killed_node_comes_back_and_nothing_is_lost(tmp_path: Path) -> None:
     settings = recipe(tmp_path, nodes={"count": 2, "threads": 1}, loop={"steps": 40, "watchdog_s": 90.0})
-    killed: list[int] = []
-
-    def kill_one_node() -> None:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if metrics.is_file() and len(read_metrics(metrics)) >= 3:
-                for process in psutil.Process().children(recursive=True):
-                    if process.name().startswith("ray::InferenceN"):
-                        killed.append(process.pid)
-                        process.kill()
-                        return
-            time.sleep(0.05)
-
-    killer = threading.Thread(target=kill_one_node)
-    killer.start()
-    result = train(settings)
-    killer.join()
+    with killing("ray::InferenceN", tmp_path / "run", after_steps=3) as killed:
+        result = train(settings)
     assert killed, "no node process was found to kill"
     assert [row["step"] for row in read_metrics(result.directory)] == list(range(1, 41))
     samples = read_samples(result.directory)
     assert len(pc.unique(samples["ticket"])) == 40 * 6
     assert len(pc.unique(samples["prompt_position"])) == 40 * 6
     assert max(samples["lag"].to_pylist()) <= 2
+
+
+def test_a_killed_learner_takes_the_run_back_to_its_checkpoint(tmp_path: Path) -> None:
+    settings = recipe(tmp_path, loop={"steps": 12}, checkpoint={"every": 4})
+    with killing("ray::LearnerRan", tmp_path / "run", after_steps=5) as killed:
+        result = train(settings)
+    assert killed, "no learner process was found to kill"
+    assert [row["step"] for row in read_metrics(result.directory)] == list(range(1, 13))
+    positions = pc.unique(read_samples(result.directory)["prompt_position"]).to_pylist()
+    assert sorted(positions) == list(range(72))  # each prompt once, though steps were taken twice
 
 
 def test_rewards_that_never_work_end_the_run_with_their_reason(tmp_path: Path) -> None:

@@ -46,5 +46,8 @@ class LearnerConfig(Section):
     logprob_chunk_tokens: int = Field(default=512, ge=1)
     """Tokens whose logits exist at once: chunk x vocabulary x 4 bytes."""
 
+    restarts: int = Field(default=1, ge=0)
+    """How often the run goes back to its newest checkpoint because a rank died."""
+
     max_bad_steps: int = Field(default=3, ge=1)
     """Steps in a row with a non-finite loss or gradient before the run stops with the samples written out."""

@@ -15,11 +15,16 @@ from ullim.weights.session import SessionAddress, TransferStats
 
 
 class PeerDied(RunFailed):
-    """A process is gone. `peer` is its name; nodes are restarted within a budget, a learner ends the run."""
+    """A process is gone; `peer` is its name. Nodes are restarted within a budget."""
 
     def __init__(self, peer: str, detail: str) -> None:
         super().__init__(f"{peer} died: {detail}")
         self.peer = peer
+        self.detail = detail
+
+
+class LearnerDied(PeerDied):
+    """A learner rank is gone; what the optimiser knew is in the checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Node(Protocol):
 
 
 class Learners(Protocol):
-    """All learner ranks as one. A dead rank raises PeerDied."""
+    """All learner ranks as one. A dead rank raises LearnerDied."""
 
     @property
     def manifest(self) -> WeightManifest:

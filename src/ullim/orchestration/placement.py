@@ -19,7 +19,7 @@ from ullim.config.run import Recipe
 from ullim.errors import RunFailed
 from ullim.orchestration.learners import LearnerRank, LearnerSpec
 from ullim.orchestration.node import InferenceNode, NodeSpec
-from ullim.orchestration.peers import NodeCounters, PeerDied, RolloutTask
+from ullim.orchestration.peers import LearnerDied, NodeCounters, PeerDied, RolloutTask
 from ullim.records import LearnerBatch, RolloutGroup, StepReport
 from ullim.weights.manifest import WeightManifest
 from ullim.weights.session import SessionAddress, TransferStats
@@ -169,7 +169,10 @@ class RayLearners:
     async def _call(self, rank: int, method: str, args: Sequence[Any], group: str | None) -> Any:
         bound = getattr(self._actors[rank], method)
         bound = bound.options(concurrency_group=group) if group else bound
-        return await _answer(f"learner-{rank}", bound.remote(*args))
+        try:
+            return await _answer(f"learner-{rank}", bound.remote(*args))
+        except PeerDied as death:
+            raise LearnerDied(death.peer, death.detail) from None
 
 
 def _actor(cls: type, threads: int, gpus: float, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass
 
 from ullim.errors import RunFailed
-from ullim.orchestration.peers import Learners, Node, PeerDied
+from ullim.orchestration.peers import LearnerDied, Learners, Node, PeerDied
 from ullim.orchestration.supervisor import NodePool, Seat, SeatState
 from ullim.weights.session import TransferFailed, TransferStats
 
@@ -49,6 +49,8 @@ class WeightPublisher:
                     return Publication(version, (), None)
                 try:
                     stats = await self._transfer(members, version)
+                except LearnerDied:
+                    raise
                 except (TransferFailed, PeerDied, TimeoutError) as error:
                     self.failures += 1
                     self._session = {}

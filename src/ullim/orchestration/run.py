@@ -22,6 +22,7 @@ from ullim.orchestration.heldout import HeldoutResult, measure
 from ullim.orchestration.learners import LearnerSpec
 from ullim.orchestration.material import Material, read_material
 from ullim.orchestration.node import NodeSpec
+from ullim.orchestration.peers import LearnerDied
 from ullim.orchestration.placement import RayLearners, RayNode, ray_session, share_threads
 from ullim.orchestration.publisher import WeightPublisher
 from ullim.orchestration.reporting import RunReporter
@@ -44,38 +45,52 @@ class RunResult:
 def train(recipe: Recipe, *, resume: bool = False, console: Console | None = None) -> RunResult:
     """Run `recipe` to its end, on this machine or on the cluster of RAY_ADDRESS.
 
-    Raises BadInput before any process starts for whatever is wrong with recipe, prompts or run directory;
-    RunFailed, with everything written so far intact, when a run that started cannot go on.
+    A learner that dies takes the run back to its newest checkpoint, `learner.restarts` times at most. Raises
+    BadInput before any process starts for whatever is wrong with recipe, prompts or run directory; RunFailed, with
+    everything written so far intact, when a run that started cannot go on.
     """
     material = read_material(recipe)
+    restarts = 0
+    while True:
+        try:
+            return _attempt(recipe, material, resume=resume, console=console)
+        except LearnerDied as death:
+            folder = RunDirectory.open(_directory(recipe)).checkpoints
+            restarts += 1
+            if restarts > recipe.learner.restarts or not Checkpoints(folder, recipe.checkpoint.keep).all():
+                raise
+            (console or Console()).print(f"note: {death}; going on from the newest checkpoint")
+            resume = True
+
+
+def _directory(recipe: Recipe) -> Path:
+    return Path(recipe.run.dir.format(name=recipe.run.name))
+
+
+def _attempt(recipe: Recipe, material: Material, *, resume: bool, console: Console | None) -> RunResult:
+    """One life of the run's processes, from a fresh directory or from its newest checkpoint."""
     redact = import_function(recipe.monitor.redact, key="monitor.redact") if recipe.monitor.redact else None
     resolved = recipe.model_dump(mode="json", exclude_none=True)
-    path = Path(recipe.run.dir.format(name=recipe.run.name))
+    checkpoint, version = None, 0
     if resume:
-        directory = RunDirectory.open(path)
+        directory = RunDirectory.open(_directory(recipe))
         checkpoint = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).newest()
+        version = int(Checkpoints.state(checkpoint)["version"])
         directory.replace_config(resolved)
-        rewind(directory, first_step=int(Checkpoints.state(checkpoint)["version"]) + 1)
+        rewind(directory, first_step=version + 1)
     else:
-        directory, checkpoint = RunDirectory.create(path, resolved), None
+        directory = RunDirectory.create(_directory(recipe), resolved)
     channels = tuple(recipe.rewards)
     with contextlib.ExitStack() as stack:
         metrics = stack.enter_context(MetricsWriter(directory, tensorboard=recipe.monitor.tensorboard))
         samples = SampleRecorder(directory, channels, redact=redact)
         live = stack.enter_context(
-            LiveView(
-                recipe.loop.steps,
-                channels,
-                title=recipe.run.name,
-                first_step=0 if checkpoint is None else int(Checkpoints.state(checkpoint)["version"]),
-                console=console,
-            )
+            LiveView(recipe.loop.steps, channels, title=recipe.run.name, first_step=version, console=console)
         )
         for reason, count in material.left_out.items():
             live.note(f"{count} prompts left out: {reason}")
         live.status("starting Ray")
-        logs = stack.enter_context(ray_session())
-        live.note(f"process logs: {logs}")
+        live.note(f"process logs: {stack.enter_context(ray_session())}")
         run = Run(recipe, material, directory, metrics, samples, live)
         return asyncio.run(run.to_the_end(checkpoint))
 

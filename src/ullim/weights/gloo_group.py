@@ -64,30 +64,63 @@ class GlooChunk:
 class GlooGroup:
     """Sender and receivers of one session, joined pairwise over the network that `host` (an own address) belongs to."""
 
-    def __init__(self, store: TCPStore, rank: int, size: int, host: str, deadline_s: float) -> None:
-        """Blocks until all `size` members do the same; RuntimeError after the deadline."""
+    def __init__(self, store: TCPStore, rank: int, size: int, host: str, deadline_s: float, watch: Watch) -> None:
+        """Blocks until all `size` members do the same; TransferFailed where that takes longer than the deadline."""
         self._deadline_s = deadline_s
         gloo: Any = ProcessGroupGloo  # its stubs know neither options nor operations
         options = gloo._Options()  # the only way to choose the interface other than by an environment variable
         options._devices = [gloo.create_device(hostname=host)]
         # Gloo's own limit must be the later one: where it strikes, the error cannot name anybody.
         options._timeout = timedelta(seconds=deadline_s + 5.0)
-        self._held: list[Any] = [store, gloo(store, rank, size, options)]
+        self._held: list[Any] = [store]
+        self._under_way: list[Work] = []
+        trouble: list[RuntimeError] = []
+
+        def meet() -> None:
+            try:
+                self._held.append(gloo(store, rank, size, options))
+            except RuntimeError as error:
+                trouble.append(error)
+
+        # In a thread, because a member that dies just now keeps gloo waiting for minutes, whatever its limit says.
+        meeting = threading.Thread(target=meet, name="ullim-gloo-meet", daemon=True)
+        started = time.monotonic()
+        meeting.start()
+        while meeting.is_alive():
+            meeting.join(LOOK_UP_S)
+            watch.look()
+            if time.monotonic() - started > deadline_s:
+                raise watch.blame(f"no connection within {deadline_s:g} s")
+        if trouble:
+            raise watch.blame(f"no connection ({_first_line(trouble[0])})") from trouble[0]
 
     def start(self, chunk: torch.Tensor, watch: Watch) -> GlooChunk:
         """Begin to broadcast `chunk` (contiguous uint8, CPU) from the sender, or to receive it into `chunk`."""
         try:
-            return GlooChunk(self._held[1].broadcast(chunk, SENDER_RANK), watch, self._deadline_s)
+            work = self._held[1].broadcast(chunk, SENDER_RANK)
         except RuntimeError as error:
             raise watch.blame(f"the connection broke ({_first_line(error)})") from error
+        self._under_way = [*(earlier for earlier in self._under_way if not earlier.is_completed()), work]
+        return GlooChunk(work, watch, self._deadline_s)
 
     def release(self) -> None:
-        """Give the group up. A broadcast that nobody will finish keeps its buffer until gloo's own limit has passed.
+        """Give the group up, without waiting.
 
-        Gloo cannot cancel it, and destroying the group waits for it: hence the thread.
+        Gloo cannot cancel a broadcast, and destroying its group waits for it. One that nobody will finish therefore
+        keeps group and buffer until gloo's own limit has passed, or to the end of the process if that comes first.
         """
         held, self._held = self._held, []
-        threading.Thread(target=held.clear, name="ullim-gloo-release", daemon=True).start()
+        under_way, self._under_way = self._under_way, []
+
+        def let_go() -> None:
+            while not all(work.is_completed() for work in under_way):
+                time.sleep(LOOK_UP_S)
+            held.clear()
+
+        if all(work.is_completed() for work in under_way):
+            held.clear()
+        else:
+            threading.Thread(target=let_go, name="ullim-gloo-release", daemon=True).start()
 
 
 def host_store(host: str, deadline_s: float) -> TCPStore:

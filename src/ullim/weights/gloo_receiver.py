@@ -127,10 +127,10 @@ class WeightReceiver:
         own_host = self._line.connection.getsockname()[0]  # the interface from which the sender can be reached
         try:
             store = join_store(self._address.host, meeting["port"], self._deadline_s)
-            self._say("here")
-            self._group = GlooGroup(store, self._address.rank, meeting["size"], own_host, self._patience_s)
         except RuntimeError as error:
-            raise self.blame(f"no connection ({error})") from error
+            raise self.blame(f"no connection to the store ({error})") from error
+        self._say("here")
+        self._group = GlooGroup(store, self._address.rank, meeting["size"], own_host, self._patience_s, self)
         return self._group
 
     def _count(self) -> None:

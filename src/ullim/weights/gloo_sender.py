@@ -131,10 +131,7 @@ class WeightSender:
         self._roster.begin("opening the session")
         self._roster.tell("group", port=store.port, size=size)
         self._roster.expect("here")
-        try:
-            self._group = GlooGroup(store, SENDER_RANK, size, self._host, self._deadline_s)
-        except RuntimeError as error:
-            raise self._roster.blame(f"no connection ({error})") from error
+        self._group = GlooGroup(store, SENDER_RANK, size, self._host, self._deadline_s, self)
         return self._group
 
     def _end(self, reason: str, peers: Sequence[str], linger_s: float) -> None:

@@ -15,6 +15,7 @@ from ullim.weights import gloo_receiver, packed, roster
 from ullim.weights.gloo_group import host_store
 from ullim.weights.gloo_receiver import WeightReceiver
 from ullim.weights.gloo_sender import WeightSender
+from ullim.weights.lines import connect
 from ullim.weights.manifest import WeightManifest, build_manifest, manifest_of, named_weights
 from ullim.weights.session import SessionAddress, TransferFailed
 
@@ -154,6 +155,27 @@ def test_who_joined_but_never_takes_weights_is_named() -> None:
     ):
         sender.send(MANIFEST, weights(1).items(), 1)
     assert failed.value.peers == ("node-0",)
+
+
+def test_who_dies_while_the_group_forms_is_named_at_once() -> None:
+    """Gloo itself would wait minutes for such a member. This one only talks, and hangs up when it should connect."""
+    with WeightSender(["node-0", "node-1"], deadline_s=DEADLINE_S) as sender:
+        address = sender.addresses["node-0"]
+        fake = connect(address.host, address.port, DEADLINE_S)
+        fake.say("hello", name="node-0", session=address.session)
+        pool = ThreadPoolExecutor(1)
+        failure = pool.submit(sender.send, MANIFEST, weights(1).items(), 1)
+        with WeightReceiver(sender.addresses["node-1"], deadline_s=DEADLINE_S) as receiver:
+            other = ThreadPoolExecutor(1).submit(take_all, receiver)
+            group = fake.hear(DEADLINE_S)
+            assert group is not None
+            assert group["kind"] == "group"
+            fake.say("here")
+            fake.close()
+            for error in (failure.exception(60), other.exception(60)):
+                assert isinstance(error, TransferFailed)
+                assert error.peers == ("node-0",)
+                assert "opening the session failed: node-0: is gone" in str(error)
 
 
 def test_another_manifest_is_refused_before_the_first_tensor_is_even_gathered() -> None:

@@ -110,7 +110,8 @@ def test_one_bad_value_leaves_one_answer_unscored_with_the_reason(value: object,
     good, bad = score(mine, answers("x", "y"))
     assert good.value == 1.0
     assert bad.value is None
-    assert bad.reason is not None and reason in bad.reason
+    assert bad.reason is not None
+    assert reason in bad.reason
     assert mine.counts["unscored"] == 1
 
 
@@ -138,7 +139,8 @@ def test_a_forgotten_async_is_named() -> None:
         return [1.0]
 
     [only] = score(channel(lambda samples: inner()), answers("x"))
-    assert only.reason is not None and "async def" in only.reason
+    assert only.reason is not None
+    assert "async def" in only.reason
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])

@@ -91,4 +91,5 @@ def test_empty_answers_are_scored_and_aborted_ones_are_not() -> None:
     scores = asyncio.run(channel.score(PROMPT, [completion(0), completion(2, finish="aborted")]))
     assert scores[0].value == 1.0
     assert scores[1].value is None
-    assert scores[1].reason is not None and "aborted" in scores[1].reason
+    assert scores[1].reason is not None
+    assert "aborted" in scores[1].reason

@@ -54,7 +54,8 @@ def test_an_answer_that_does_not_fit_has_no_score_and_disturbs_no_other(reward_f
     long = ((Message("user", "w1"),), " ".join(["yes"] * 62))
     scores = scorer(reward_folder).score([PAIRS[0], long, PAIRS[1]])
     assert [score.value is None for score in scores] == [False, True, False]
-    assert scores[1].reason is not None and "64 tokens" in scores[1].reason
+    assert scores[1].reason is not None
+    assert "64 tokens" in scores[1].reason
 
 
 def test_the_template_of_the_checkpoint_bounds_the_input(reward_folder: Path) -> None:

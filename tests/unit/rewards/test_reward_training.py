@@ -13,7 +13,7 @@ from ullim.rewards.training import FitSettings, fit_reward_model
 from ullim.signals.examples import LabelledAnswer
 
 SETTINGS = FitSettings(
-    template=RewardTemplate(context_turns=1, max_tokens=24), trained_layers=1, epochs=3, learning_rate=5e-3
+    template=RewardTemplate(context_turns=1, max_tokens=24), trained_layers=1, epochs=3, learning_rate=2e-2
 )
 
 

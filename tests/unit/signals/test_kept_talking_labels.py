@@ -32,8 +32,8 @@ def test_one_more_partner_turn_is_neither() -> None:
 
 
 def test_logs_that_may_have_been_cut_give_nothing_of_either_kind() -> None:
-    cut = [conversation(f"cut{i}", n, ended=False) for i, n in enumerate((2, 3, 9, 30))]
-    whole = [conversation("whole", 2), conversation("other", 12)]
+    cut = [conversation(f"cut{i}", n, ended=False) for i, n in enumerate((2, 5, 9, 30))]
+    whole = [conversation("whole", 2), conversation("other", 5)]
     examples = kept_talking_examples([*cut, *whole], pairs=99, context_turns=2, seed=0)
     assert {e.conversation_id for e in examples} <= {"whole", "other"}
     assert examples
