@@ -5,7 +5,7 @@ The text of a key is the docstring under its field in `src/ullim/config/`; this 
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -39,9 +39,9 @@ kind = "function"
 function = "my_rewards:politeness"
 ```
 
-`ullim train my.toml` checks it before any process starts. Every mistake gets one line that names the key, what was found
-and what is right; nothing is converted in silence (`steps = "10"` is an error, not 10). The recipe as it was in force,
-defaults filled in, is kept as `config.toml` in the run directory, and can itself be given to `ullim train`.
+`ullim train my.toml` checks it before any process starts. Every mistake gets one line that names the key, what was
+found and what is right; nothing is converted in silence (`steps = "10"` is an error, not 10). The recipe as it was in
+force, defaults filled in, is kept as `config.toml` in the run directory, and can itself be given to `ullim train`.
 
 ## Overrides
 
@@ -55,19 +55,16 @@ The value is read as TOML (`3`, `0.5`, `true`, `[0.9, 0.95]`). Where only text c
 ## `builtin:` names
 
 Some models and files come with the demo packages (`make demo` installs them). They are made on first use and kept in
-`$ULLIM_CACHE`, by default `~/.cache/ullim`.
+`$ULLIM_CACHE`, by default `~/.cache/ullim`."""
 
-"""
-
-OWN_PROMPTS = """\
-
+OWN_FILES = """\
 ## Your own prompts
 
-`prompts.path` is a `.jsonl` file (one object a line) or a `.parquet` file with a column `messages`: a list of objects with
-`role` (`system`, `user` or `assistant`) and `content`. A conversation ends with the message to be answered, so its last
-role is not `assistant`; a `system` message can only be the first. An optional `id` names the prompt in samples and tables and
-must be unique; other columns are ignored. A mistake in the file is named by line before the run starts, and nothing is
-skipped. Prompts that are too long are left out and counted, never cut.
+`prompts.path` is a `.jsonl` file (one object a line) or a `.parquet` file with a column `messages`: a list of objects
+with `role` (`system`, `user` or `assistant`) and `content`. A conversation ends with the message to be answered, so its
+last role is not `assistant`; a `system` message can only be the first. An optional `id` names the prompt in samples and
+tables and must be unique; other columns are ignored. A mistake in the file is named by line before the run starts, and
+nothing is skipped. Prompts that are too long are left out and counted, never cut.
 
 ## Your own reward function
 
@@ -78,49 +75,49 @@ def politeness(samples):
 ```
 
 It is called with the answers to one prompt, each with `.messages` (the prompt's turns, with `.role` and `.content`),
-`.text`, `.token_ids` and `.finish` (`"stop"` or `"length"`), and returns as many numbers, or `None` where it has no opinion. It
-may be `async`. An answer without a score leaves the loss and is counted; it is never taken for 0. [rewards.md](rewards.md) has
-the other kinds and how channels are weighed.
+`.text`, `.token_ids` and `.finish` (`"stop"` or `"length"`), and returns as many numbers, or `None` where it has no
+opinion. It may be `async`. An answer without a score leaves the loss and is counted; it is never taken for 0.
+[rewards.md](rewards.md) has the other kinds and how channels are weighed.
 
 # Every key
 
-Numbers are finite. "left out" as a default means that the key is absent; TOML has no null.
-"""
+Numbers are finite. "left out" as a default means that the key is absent; TOML has no null."""
 
 
 def page() -> str:
     """The whole of docs/recipes.md."""
-    parts = [PREFACE, *_builtins(), OWN_PROMPTS]
+    blocks = [
+        PREFACE,
+        _table("| name | what it is |", (f"| `{n}` | {b.what} |" for n, b in BUILTINS.items())),
+        OWN_FILES,
+    ]
     for name, field in Recipe.model_fields.items():
-        choices = sections(field.annotation) or _values_of(field.annotation)
-        for section in choices:
-            parts += _section(f"{name}.NAME" if len(choices) > 1 else name, section)
-    return "\n".join(part.rstrip("\n") for part in parts) + "\n"
-
-
-def _builtins() -> Iterator[str]:
-    yield "| name | what it is |\n|---|---|"
-    for name, entry in BUILTINS.items():
-        yield f"| `{name}` | {entry.what} |"
-
-
-def _values_of(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections that the values of a table such as [rewards] may be."""
-    return sections(get_args(annotation)[1])
+        choices = sections(field.annotation)
+        if choices:
+            blocks += (block for section in choices for block in _section(name, section))
+        else:  # a table of sections under names of one's own
+            choices = sections(get_args(field.annotation)[1])
+            blocks += (block for section in choices for block in _section(f"{name}.NAME", section))
+    return "\n\n".join(blocks) + "\n"
 
 
 def _section(path: str, section: type[Section]) -> Iterator[str]:
+    """Heading, text and table of a section, then those of the sections within it."""
     kind = f' of kind `"{kinds(section)[0]}"`' if path.endswith(".NAME") else ""
-    yield f"\n## `[{path}]`{kind}\n"
-    yield _one_line(section.__doc__ or "") + "\n"
+    yield f"## `[{path}]`{kind}"
+    yield _one_line(section.__doc__ or "")
     nested = {name: sections(field.annotation) for name, field in section.model_fields.items()}
     plain = [name for name, below in nested.items() if not below]
-    yield "| key | type | default | |\n|---|---|---|---|"
-    for name in sorted(plain, key=lambda name: not section.model_fields[name].is_required()):
-        yield _row(name, section.model_fields[name])
+    plain.sort(key=lambda name: not section.model_fields[name].is_required())
+    if plain:
+        yield _table("| key | type | default | |", (_row(name, section.model_fields[name]) for name in plain))
     for name, below in nested.items():
         for child in below:
             yield from _section(f"{path}.{name}", child)
+
+
+def _table(head: str, rows: Iterable[str]) -> str:
+    return "\n".join([head, "|" + "---|" * (head.count("|") - 1), *rows])
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -153,7 +150,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} × "
         return f"list of {count}{_type(arguments[0], [])}"
     names: dict[Any, str] = {int: "integer", float: "number", bool: "true or false", str: "text"}
-    return " ".join([names[annotation], *_bounds(metadata)])
+    return " ".join([names[annotation], ", ".join(_bounds(metadata))]).strip()
 
 
 def _bounds(metadata: list[Any]) -> Iterator[str]:

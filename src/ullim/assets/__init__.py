@@ -3,6 +3,6 @@
 `builtin:NAME` in a recipe is resolved here to a folder or file, made on first use and kept in a cache.
 """
 
-from ullim.assets.resolve import BUILTINS, resolve, resolve_recipe
+from ullim.assets.references import BUILTINS, resolve, resolve_recipe
 
 __all__ = ["BUILTINS", "resolve", "resolve_recipe"]

@@ -67,7 +67,7 @@ class NodesConfig(Section):
     """GPUs that Ray reserves for each node; 0 runs on the CPU."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a node. None: the machine's cores divided among the processes that share it in `async`
+    """CPU threads of a node. Left out: the machine's cores divided among the processes that share it in `async`
     mode, all of them in `sync` mode, where only one works at a time."""
 
     restarts: int = Field(default=3, ge=0)

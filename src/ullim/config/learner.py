@@ -19,7 +19,7 @@ class LearnerConfig(Section):
     """GPUs that Ray reserves for each rank; 0 trains on the CPU over gloo."""
 
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a rank; None as for nodes.threads."""
+    """CPU threads of a rank; left out, as for `nodes.threads`."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """AdamW's peak learning rate."""

@@ -30,4 +30,4 @@ class PromptsConfig(Section):
     """New order every epoch, from `run.seed`."""
 
     epochs: int | None = Field(default=None, ge=1)
-    """Stop after this many passes over the file; None repeats until `loop.steps` are done."""
+    """Stop after this many passes over the file; left out, it is repeated until `loop.steps` are done."""

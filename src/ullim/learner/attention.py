@@ -266,16 +266,15 @@ def _backward_by_products(
         return q_grad, k_grad, v_grad
     # Query heads that share a key head stand under each other: one product for all of them, and no repeated keys.
     grouped = (n, kv_heads, heads // kv_heads * length, -1)
-    q_flat, g_flat = q.reshape(grouped), grad.reshape(grouped)
+    q_flat, g_flat = (q * scale).reshape(grouped), grad.reshape(grouped)
     k, v = k.contiguous(), v.contiguous()
-    scores = (q_flat @ k.transpose(-1, -2)).view(n, kv_heads, -1, length, keys)
     if mask is None:
         mask = torch.full((length, keys), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    probs32 = torch.softmax(scores.float().mul_(scale).add_(mask), dim=-1).flatten(2, 3)
-    probs = probs32.to(q.dtype)
+    scores = (q_flat @ k.transpose(-1, -2)).view(n, kv_heads, -1, length, keys)
+    probs = torch.softmax(scores.add_(mask), dim=-1).view(*grouped[:-1], keys)
     v_grad = probs.transpose(-1, -2) @ g_flat
-    by_probs = (g_flat @ v.transpose(-1, -2)).float()
-    by_scores = by_probs.sub_((by_probs * probs32).sum(-1, keepdim=True)).mul_(probs32).mul_(scale).to(q.dtype)
-    q_grad = (by_scores @ k).reshape(q.shape)
+    by_probs = g_flat @ v.transpose(-1, -2)
+    by_scores = torch.ops.aten._softmax_backward_data(by_probs, probs, -1, q.dtype)  # sums in float32 within
+    q_grad = (by_scores @ k).reshape(q.shape).mul_(scale)
     k_grad = by_scores.transpose(-1, -2) @ q_flat
     return q_grad, k_grad, v_grad

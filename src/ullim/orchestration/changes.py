@@ -1,7 +1,12 @@
-"""Changes: how the controller's loops wait for each other without polling."""
+"""Waiting: for a change somewhere in the controller without polling, and for a peer with a deadline."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ullim.errors import RunFailed
+
+T = TypeVar("T")
 
 
 class Changes:
@@ -23,3 +28,11 @@ class Changes:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
+
+
+async def within(deadline_s: float, awaited: Awaitable[T], trouble: str) -> T:
+    """The result of `awaited`, or RunFailed saying `trouble` after `deadline_s` seconds."""
+    try:
+        return await asyncio.wait_for(awaited, deadline_s)
+    except TimeoutError:
+        raise RunFailed(f"{trouble} within {deadline_s:g} s") from None

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from ullim.errors import RunFailed
 from ullim.monitor.files import write_atomically
 from ullim.orchestration.peers import PeerDied, RolloutTask
 from ullim.orchestration.supervisor import NodePool
@@ -45,12 +46,21 @@ class HeldoutResult:
 
 
 async def measure(
-    pool: NodePool, prompts: Sequence[Prompt], channels: Sequence[str], *, version: int, answers: int, seed: int
+    pool: NodePool,
+    prompts: Sequence[Prompt],
+    channels: Sequence[str],
+    *,
+    version: int,
+    answers: int,
+    seed: int,
+    limit_s: float,
 ) -> HeldoutResult:
-    """Draw `answers` per prompt on the serving nodes, with one seed per prompt whatever the version."""
-    groups = await asyncio.gather(
-        *(_ask(pool, RolloutTask(-1 - place, prompt, answers, seed + place)) for place, prompt in enumerate(prompts))
-    )
+    """Draw `answers` per prompt on the serving nodes, with one seed per prompt whatever the version.
+
+    RunFailed when no group has finished for `limit_s` seconds, PeerDied when a node dies.
+    """
+    tasks = [RolloutTask(-1 - place, prompt, answers, seed + place) for place, prompt in enumerate(prompts)]
+    groups = await _answer_all(pool, tasks, limit_s)
     drawn = [(group, completion) for group in groups for completion in group.completions]
     told = tuple(
         HeldoutAnswer(
@@ -74,6 +84,26 @@ async def measure(
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
+
+
+async def _answer_all(pool: NodePool, tasks: Sequence[RolloutTask], limit_s: float) -> list[RolloutGroup]:
+    """All groups in the order of `tasks`, as long as one finishes every `limit_s` seconds."""
+    asked = [asyncio.create_task(_ask(pool, task)) for task in tasks]
+    pending = set(asked)
+    try:
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise RunFailed(
+                    f"{len(pending)} of {len(tasks)} held-out prompts were not answered: no group has finished for "
+                    f"{limit_s:g} s (loop.watchdog_s)"
+                )
+            for task in done:
+                task.result()
+    finally:
+        for task in pending:
+            task.cancel()
+    return [task.result() for task in asked]
 
 
 async def _ask(pool: NodePool, task: RolloutTask) -> RolloutGroup:

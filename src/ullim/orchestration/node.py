@@ -22,6 +22,7 @@ from ullim.orchestration.completions import join_deltas
 from ullim.orchestration.peers import NodeCounters, RolloutTask
 from ullim.records import Completion, RolloutGroup, RolloutTiming, Score
 from ullim.rewards.build import build_channels
+from ullim.rewards.channel import RewardChannel
 from ullim.weights.gloo_receiver import WeightReceiver
 from ullim.weights.manifest import WeightManifest
 from ullim.weights.session import SessionAddress
@@ -44,13 +45,23 @@ class NodeSpec:
 
 
 class InferenceNode:
-    """See the module's docstring. All methods may overlap; the engine orders what must not."""
+    """See the module's docstring. All methods but `start` may overlap; the engine orders what must not."""
+
+    _engine: Engine
+    _channels: dict[str, RewardChannel]
 
     def __init__(self, spec: NodeSpec) -> None:
-        torch.set_num_threads(spec.threads)
         self._spec = spec
+        self._receiver: WeightReceiver | None = None
+        self._manifest: WeightManifest | None = None
+        self._scoring = BusyClock()
+
+    async def start(self) -> None:
+        """Load engine and reward models. Apart from the constructor, so that what goes wrong is raised as it is."""
+        spec = self._spec
+        torch.set_num_threads(spec.threads)
         self._tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
-        self._engine: Engine = TransformersEngine(
+        self._engine = TransformersEngine(
             spec.model_path,
             dtype=spec.engine.dtype,
             device=spec.device,
@@ -60,9 +71,6 @@ class InferenceNode:
             seed=spec.seed,
         )
         self._channels = build_channels(spec.rewards, device=spec.device, threads=spec.threads)
-        self._receiver: WeightReceiver | None = None
-        self._manifest: WeightManifest | None = None
-        self._scoring = BusyClock()
 
     async def rollout(self, task: RolloutTask) -> RolloutGroup:
         """Generate `group_size` answers, then have every channel score them."""

@@ -84,7 +84,7 @@ class RayNode:
     async def launch(cls, spec: NodeSpec, gpus: float) -> "RayNode":
         """Start the process and return once its engine and reward models are loaded."""
         node = cls(spec, gpus)
-        await node.counters()
+        await _answer(spec.name, node._actor.start.remote())
         return node
 
     async def rollout(self, task: RolloutTask) -> RolloutGroup:

@@ -15,7 +15,7 @@ from ullim.monitor.metrics import MetricsWriter
 from ullim.monitor.recorder import SampleRecorder
 from ullim.monitor.rewind import rewind
 from ullim.monitor.run_directory import RunDirectory
-from ullim.orchestration.changes import Changes
+from ullim.orchestration.changes import Changes, within
 from ullim.orchestration.checkpoints import Checkpoints
 from ullim.orchestration.controller import Controller
 from ullim.orchestration.heldout import HeldoutResult, measure
@@ -27,7 +27,7 @@ from ullim.orchestration.placement import RayLearners, RayNode, ray_session, sha
 from ullim.orchestration.publisher import WeightPublisher
 from ullim.orchestration.reporting import RunReporter
 from ullim.orchestration.stream import PromptStream
-from ullim.orchestration.supervisor import NodePool
+from ullim.orchestration.supervisor import START_DEADLINE_S, NodePool
 from ullim.rewards.imports import import_function
 
 
@@ -135,13 +135,14 @@ class Run:
             )
             if checkpoint is not None:
                 self._live.status(f"loading {checkpoint}")
-                await learners.load(checkpoint.resolve())
+                await within(START_DEADLINE_S, learners.load(checkpoint.resolve()), f"{checkpoint} was not loaded")
                 controller.restore(Checkpoints.state(checkpoint))
             await publisher.publish(controller.version)  # proves the path before the first prompt
             before = await self._measure(pool, "before", controller.version)
             self._live.status("training")
             await controller.run()
-            await asyncio.gather(*(seat.node.clear() for seat in pool.seats.values() if seat.node is not None))
+            clearing = (seat.node.clear() for seat in pool.seats.values() if seat.node is not None)
+            await within(recipe.loop.watchdog_s, asyncio.gather(*clearing), "the nodes did not stop generating")
             after = await self._measure(pool, "after", controller.version)
             return RunResult(
                 directory=self._directory.path,
@@ -163,9 +164,7 @@ class Run:
             note=self._live.note,
         )
         self._live.status("loading the policy on learners and nodes, and the reward models")
-        learners_starting = asyncio.ensure_future(
-            RayLearners.launch(self._learner_spec(), recipe.learner.ranks, recipe.learner.gpus_per_rank)
-        )
+        learners_starting = asyncio.create_task(self._launch_learners())
         try:
             _, learners = await asyncio.gather(pool.start(), learners_starting)
             try:
@@ -175,6 +174,11 @@ class Run:
         finally:
             learners_starting.cancel()
             await pool.close()
+
+    async def _launch_learners(self) -> RayLearners:
+        learner = self._recipe.learner
+        launch = RayLearners.launch(self._learner_spec(), learner.ranks, learner.gpus_per_rank)
+        return await within(START_DEADLINE_S, launch, f"{learner.ranks} learner ranks did not start")
 
     async def _launch_node(self, name: str) -> RayNode:
         recipe = self._recipe
@@ -248,6 +252,7 @@ class Run:
             version=version,
             answers=self._recipe.prompts.heldout_answers,
             seed=self._recipe.run.seed,
+            limit_s=self._recipe.loop.watchdog_s,
         )
         result.write(path)
         return result

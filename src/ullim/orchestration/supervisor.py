@@ -17,9 +17,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from ullim.errors import RunFailed
-from ullim.orchestration.changes import Changes
+from ullim.orchestration.changes import Changes, within
 from ullim.orchestration.peers import Node, PeerDied, RolloutTask
 from ullim.records import RolloutGroup
+
+START_DEADLINE_S = 600.0
+"""For a process to load its model: minutes for a large one from a cold disk."""
 
 Launch = Callable[[str], Awaitable[Node]]
 
@@ -54,7 +57,7 @@ class NodePool:
         restarts: int,
         changes: Changes,
         note: Callable[[str], None],
-        start_deadline_s: float = 600.0,
+        start_deadline_s: float = START_DEADLINE_S,
     ) -> None:
         self.seats = {name: Seat(name) for name in names}
         self._launch = launch
@@ -99,18 +102,9 @@ class NodePool:
         if seat.node is not node:
             return
         seat.node, seat.version = None, -1
-        seat.deaths += 1
         node.kill()
-        if seat.deaths > self._restarts:
-            seat.state = SeatState.LOST
-            self._note(f"{seat.name} died for good after {self._restarts} restarts: {detail}")
-        else:
-            seat.state = SeatState.STARTING
-            self._note(
-                f"{seat.name} died ({detail}); {len(seat.in_flight)} groups go to other nodes; "
-                f"restart {seat.deaths} of {self._restarts}"
-            )
-            restart = asyncio.create_task(self._occupy(seat), name=f"restart {seat.name}")
+        if self._bury(seat, detail):
+            restart = asyncio.create_task(self._refill(seat), name=f"restart {seat.name}")
             restart.add_done_callback(lambda _: self._changes.notify())
             self._restarting[seat.name] = restart
         self._changes.notify()
@@ -140,11 +134,31 @@ class NodePool:
             task.cancel()
         await asyncio.gather(*(self._close(seat) for seat in self.seats.values()))
 
+    def _bury(self, seat: Seat, detail: str) -> bool:
+        """Count a death; True if the seat may be filled again."""
+        seat.deaths += 1
+        if seat.deaths > self._restarts:
+            seat.state = SeatState.LOST
+            self._note(f"{seat.name} died for good after {self._restarts} restarts: {detail}")
+            return False
+        seat.state = SeatState.STARTING
+        self._note(
+            f"{seat.name} died ({detail}); {len(seat.in_flight)} groups go to other nodes; "
+            f"restart {seat.deaths} of {self._restarts}"
+        )
+        return True
+
+    async def _refill(self, seat: Seat) -> None:
+        """Start the seat's node again, also if it dies while it starts."""
+        while True:
+            try:
+                return await self._occupy(seat)
+            except PeerDied as death:
+                if not self._bury(seat, str(death)):
+                    return None
+
     async def _occupy(self, seat: Seat) -> None:
-        try:
-            node = await asyncio.wait_for(self._launch(seat.name), self._start_deadline_s)
-        except TimeoutError:
-            raise RunFailed(f"{seat.name} was not ready within {self._start_deadline_s:g} s of its start") from None
+        node = await within(self._start_deadline_s, self._launch(seat.name), f"{seat.name} did not start")
         seat.node, seat.state = node, SeatState.JOINING
         if seat.deaths:
             self._note(f"{seat.name} is back and waits for the current weights")

@@ -192,9 +192,11 @@ class _LoopRunner:
 async def _within(answer: "Future[Any]", timeout_s: float) -> Any:
     """The answer, or TimeoutError. Not `wait_for`, which waits on for a task that swallows its cancellation."""
     waiter = asyncio.wrap_future(answer)
-    done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+    try:
+        done, _ = await asyncio.wait({waiter}, timeout=timeout_s)
+    finally:
+        waiter.cancel()  # where it is done this does nothing
     if not done:
-        waiter.cancel()
         raise TimeoutError
     if waiter.cancelled():  # the function cancelled itself; our own cancellation would have been raised above
         raise _CallFailed("the function was cancelled")

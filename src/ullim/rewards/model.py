@@ -125,7 +125,10 @@ class ModelChannel:
             job = _Job([(prompt.messages, completions[i].text) for i in whole], Future())
             self._jobs.put(job)
             waiter = asyncio.wrap_future(job.scores)
-            done, _ = await asyncio.wait({waiter}, timeout=self._deadline_s)
+            try:
+                done, _ = await asyncio.wait({waiter}, timeout=self._deadline_s)
+            finally:
+                waiter.cancel()  # a group given up while it queues is not scored; where it is done this does nothing
             if not done:
                 raise RunFailed(f"rewards.{self.name}: the reward model gave nothing within {self._deadline_s:g} s")
             for i, score in zip(whole, waiter.result(), strict=True):

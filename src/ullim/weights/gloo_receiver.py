@@ -13,7 +13,7 @@ from ullim.weights.cuts import plan_cuts
 from ullim.weights.gloo_group import GlooChunk, GlooGroup, join_store
 from ullim.weights.lines import LineClosed, Message, connect
 from ullim.weights.manifest import WeightManifest
-from ullim.weights.packed import make_buffers, unpack
+from ullim.weights.packed import fit_buffers, unpack
 from ullim.weights.roster import GRACE_S
 from ullim.weights.session import SessionAddress, TransferFailed
 
@@ -104,10 +104,7 @@ class WeightReceiver:
             )
         if version is not None and header["version"] != version:
             raise self._failed(f"version {header['version']} came where {version} was due")
-        plan = plan_cuts(manifest)
-        if len(self._buffers) < self._buffer_count or self._buffers[0].numel() < plan.largest_chunk:
-            self._buffers = []
-            self._buffers = make_buffers(plan, self._buffer_count)
+        fit_buffers(self._buffers, plan_cuts(manifest), self._buffer_count)
         self._chunks = 0  # taken of this transfer
         arrived = yield from unpack(
             manifest,

@@ -24,7 +24,7 @@ import torch
 from ullim.weights.cuts import plan_cuts
 from ullim.weights.gloo_group import SENDER_RANK, GlooGroup, host_store
 from ullim.weights.manifest import WeightManifest
-from ullim.weights.packed import make_buffers, pack
+from ullim.weights.packed import fit_buffers, pack
 from ullim.weights.roster import Roster
 from ullim.weights.session import SessionAddress, TransferFailed, TransferStats
 
@@ -104,10 +104,7 @@ class WeightSender:
                 f"{digest[:12]}): both ends must use one model, one dtype and one buffer_bytes", odd,
             )  # fmt: skip
         agreed = time.perf_counter()
-        plan = plan_cuts(manifest)
-        if len(self._buffers) < self._buffer_count or self._buffers[0].numel() < plan.largest_chunk:
-            self._buffers = []  # freed before the new ones are made
-            self._buffers = make_buffers(plan, self._buffer_count)
+        fit_buffers(self._buffers, plan_cuts(manifest), self._buffer_count)
         report = pack(manifest, tensors, lambda chunk: group.start(chunk, self), self._buffers, checked=self._checksum)
         packed = time.perf_counter()
         self._roster.tell("trailer", checksums=report.checksums)

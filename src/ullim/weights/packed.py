@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ullim.errors import BadInput
 from ullim.weights.checksum import checksum
 from ullim.weights.cuts import CutPlan, plan_cuts
 from ullim.weights.manifest import TensorEntry, WeightManifest
@@ -38,8 +39,17 @@ class PackReport:
 
 
 def make_buffers(plan: CutPlan, count: int) -> list[torch.Tensor]:
-    """`count` buffers that hold any chunk of the plan, and no more than the plan has chunks."""
+    """`count` buffers that hold any chunk of the plan, and no more than the plan has chunks. BadInput below one."""
+    if count < 1:
+        raise BadInput(f"weights: {count} buffers; a stream needs at least 1, and 2 to pack while it sends")
     return [torch.empty(plan.largest_chunk, dtype=torch.uint8) for _ in range(min(count, len(plan.chunk_bytes)))]
+
+
+def fit_buffers(buffers: list[torch.Tensor], plan: CutPlan, count: int) -> None:
+    """Keep `buffers`, in place, where they do for the plan; otherwise free them and make new ones."""
+    if len(buffers) < min(count, len(plan.chunk_bytes)) or any(b.numel() < plan.largest_chunk for b in buffers):
+        buffers.clear()
+        buffers.extend(make_buffers(plan, count))
 
 
 def pack(

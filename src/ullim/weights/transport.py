@@ -3,8 +3,8 @@
     learner rank 0                                        inference nodes
     Sender.send(manifest, tensors, version)   ======>     for name, tensor in Receiver.receive(manifest): ...
 
-`gloo.py` carries it over CPU networks. Anything with these two methods can stand in: another network, a folder, a
-fake in a test.
+`gloo_sender.py` and `gloo_receiver.py` carry it over CPU networks. Anything with these two methods can stand in:
+another network, a folder, a fake in a test.
 """
 
 from collections.abc import Iterable, Iterator

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ullim.assets.chitchat import PROMPTS_HELDOUT, PROMPTS_TRAIN, part
 from ullim.assets.kept_talking import measure_reward_model
-from ullim.assets.resolve import resolve
+from ullim.assets.references import resolve
 from ullim.records import Message
 from ullim.rewards.model import RewardScorer
 from ullim.signals.chitchat import read_conversations

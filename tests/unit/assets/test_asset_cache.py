@@ -80,5 +80,5 @@ def test_what_killed_builds_left_is_swept_after_a_day(cache: Path) -> None:
 def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ULLIM_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(BadInput, match="cannot be written .* set ULLIM_CACHE"):
+    with pytest.raises(BadInput, match=r"cannot be written .* set ULLIM_CACHE"):
         build_once("thing", lambda folder: None)

@@ -34,7 +34,7 @@ def test_a_prompt_ends_with_a_turn_that_was_answered() -> None:
 
 
 def test_long_turns_cost_the_older_ones_first_and_then_the_prompt() -> None:
-    long = "x" * 310
+    long = "x" * 319
     prompts = dict(prompts_of(conversation("c", long, "b", "c", "y" * 321, "e")))
     assert [m.content for m in prompts["c:2"][1:]] == ["c"]
     assert [m.content for m in prompts["c:0"][1:]] == [long]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ullim.errors import RunFailed
+from ullim.orchestration.peers import PeerDied
 from ullim.records import Score
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -117,6 +118,32 @@ def test_a_node_that_keeps_dying_ends_the_run_by_name() -> None:
     loop = Loop(recipe(nodes={"restarts": 1}), node=stillborn)
     with pytest.raises(RunFailed, match="node-0"):
         run(loop)
+
+
+def test_a_node_that_dies_while_it_starts_again_is_counted_and_given_up() -> None:
+    launched: list[str] = []
+
+    def node(name: str) -> FakeNode:
+        launched.append(name)
+        if name == "node-0" and launched.count("node-0") > 1:
+            raise PeerDied(name, "out of memory")
+        return FakeNode(name)
+
+    loop = Loop(recipe(loop={"steps": 12}, nodes={"count": 2, "restarts": 2}), node=node)
+
+    async def scenario() -> None:
+        await loop.pool.start()
+        running = asyncio.create_task(loop.controller.run())
+        while loop.controller.version < 2:
+            await asyncio.sleep(0)
+        loop.nodes["node-0"][0].alive = False
+        async with asyncio.timeout(30):
+            await running
+
+    asyncio.run(scenario())
+    assert len(loop.witness.steps) == 12  # the other node carries on
+    assert launched.count("node-0") == 3
+    assert any("node-0 died for good after 2 restarts" in note for note in loop.notes)
 
 
 def test_a_failed_transfer_is_tried_again_with_a_restarted_node() -> None:

@@ -185,19 +185,36 @@ def test_a_failing_forward_pass_reaches_everyone_and_the_channel_goes_on(reward_
     assert asyncio.run(scenario())[0].value is not None
 
 
-def test_a_group_given_up_does_not_shift_the_scores_of_others(reward_folder: Path) -> None:
+def test_a_group_given_up_while_it_queues_is_not_scored_and_shifts_no_other(reward_folder: Path) -> None:
     inner = scorer(reward_folder)
+    score_all = inner.score
+    began, go_on = threading.Event(), threading.Event()
+    rounds: list[int] = []
+
+    def held(pairs: list[object]) -> list[Score]:
+        rounds.append(len(pairs))
+        began.set()
+        assert go_on.wait(60)
+        return score_all(pairs)  # type: ignore[arg-type]
+
+    inner.score = held  # type: ignore[method-assign,assignment]
 
     async def scenario() -> list[Score]:
         channel = ModelChannel("mine", inner)
+        first = asyncio.create_task(channel.score(prompt("w1"), [answer("yes")]))
+        await asyncio.to_thread(began.wait, 60)
         given_up = asyncio.create_task(channel.score(prompt("w1"), [answer("no"), answer("bye")]))
         kept = asyncio.create_task(channel.score(prompt("w2"), [answer("yes")]))
         await asyncio.sleep(0)
         given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        go_on.set()
+        await first
         return await kept
 
     [score] = asyncio.run(scenario())
-    [expected] = inner.score([((Message("user", "w2"),), "yes")])
+    assert rounds == [1, 1]
+    [expected] = score_all([((Message("user", "w2"),), "yes")])
     assert score.value == pytest.approx(expected.value, abs=1e-5)
 
 

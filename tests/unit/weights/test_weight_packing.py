@@ -12,9 +12,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ullim.errors import BadInput
 from ullim.weights.cuts import plan_cuts
 from ullim.weights.manifest import ALIGNMENT, TensorEntry, WeightManifest, build_manifest
-from ullim.weights.packed import copy_range, make_buffers, pack, unpack
+from ullim.weights.packed import copy_range, fit_buffers, make_buffers, pack, unpack
 from ullim.weights.session import TransferFailed
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "int64", "int8", "uint8", "bool", "complex64"]
@@ -243,3 +244,17 @@ def test_tensors_that_are_not_those_of_the_manifest_are_refused(
     manifest = build_manifest([("a", torch.zeros(2)), ("b", torch.zeros(3))], dtype=torch.bfloat16, buffer_bytes=64)
     with pytest.raises(TransferFailed, match=said):
         pack(manifest, given_tensors, Wire().send, make_buffers(plan_cuts(manifest), 2), checked=False)
+
+
+def test_buffers_are_kept_while_they_fit_and_never_larger_or_more_than_needed() -> None:
+    large, small = (plan_cuts(manifest_from([((n,), "uint8")] * 3, 1024)) for n in (1000, 10))
+    buffers: list[torch.Tensor] = []
+    fit_buffers(buffers, small, 2)
+    assert [b.numel() for b in buffers] == [138]  # three tensors of 10 bytes, 64 apart, are one chunk
+    fit_buffers(buffers, large, 2)
+    assert [b.numel() for b in buffers] == [1000, 1000]
+    before = [b.data_ptr() for b in buffers]
+    fit_buffers(buffers, small, 2)
+    assert [b.data_ptr() for b in buffers] == before
+    with pytest.raises(BadInput, match="at least 1"):
+        make_buffers(small, 0)

@@ -3,9 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from ullim.assets import resolve as resolve_module_function
 from ullim.assets.packages import package_folder
-from ullim.assets.resolve import BUILTINS, Progress, resolve, resolve_recipe
+from ullim.assets.references import BUILTINS, Progress, resolve, resolve_recipe
 from ullim.config.load import check_recipe
 from ullim.errors import BadInput
 
@@ -21,7 +20,7 @@ def fake_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         made.append(folder.name)
 
     fakes = {name: replace(builtin, build=build) for name, builtin in BUILTINS.items()}
-    monkeypatch.setattr("ullim.assets.resolve.BUILTINS", fakes)
+    monkeypatch.setattr("ullim.assets.references.BUILTINS", fakes)
     return made
 
 
@@ -82,7 +81,3 @@ def test_an_absent_package_is_named_with_the_ways_to_get_it() -> None:
         BadInput, match=r"llm-absent is not installed; run `make demo`, or `pip install \"ullim\[demo\]"
     ):
         package_folder("surely_absent_module", package="llm-absent")
-
-
-def test_the_package_offers_the_same_function() -> None:
-    assert resolve_module_function is resolve
