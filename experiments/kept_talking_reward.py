@@ -1,4 +1,4 @@
-"""How good the built-in reward model is on conversations that nothing about it was chosen on.
+"""How good the built-in reward model is on conversations that it was not fitted to.
 
 Prints the table of docs/rewards.md: AUC with its 95 % interval beside baselines that need no model, on answers from
 the conversations that hold the prompts. The model is fitted first where it is not in the cache (about a minute of one

@@ -53,7 +53,7 @@ class TransformersEngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype of the engine's weights and cache."""
 
-    max_running: int = Field(default=64, ge=1)
+    max_running: int = Field(default=128, ge=1)
     """Answers generated side by side on one node; more wait."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,6 +32,27 @@ from ullim.weights.manifest import WeightManifest
 from ullim.weights.transport import Receiver
 
 
+class EngineOptions(TypedDict, total=False):
+    """What both ways of making an engine take."""
+
+    max_running: int
+    """Answers generated at once; more wait. Default 64."""
+    max_context: int | None
+    """Tokens of prompt and answer together. Default: the model's positions."""
+    cache_bytes: int
+    """Most memory for keys and values, 2 GiB by default; a single request that needs more runs alone."""
+    pass_tokens: int
+    """Most tokens of one pass over prompts, 1024 by default: bounds its memory and how long a pause may wait."""
+    threads: int | None
+    """torch's thread count for this process; None leaves it as it is."""
+    seed: int
+    """For requests without a seed of their own. Default 0."""
+    version: int
+    """Policy version of the weights loaded. Default 0."""
+    deadline_s: float
+    """Longest wait for the worker to take a command, 300 s by default."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
     """What the engine has done since its start, for benchmarks: tokens through packed passes, decoding steps."""
@@ -50,22 +71,9 @@ class TransformersEngine:
         *,
         dtype: str = "bfloat16",
         device: str = "cpu",
-        max_running: int = 64,
-        max_context: int | None = None,
-        cache_bytes: int = 2 * 1024**3,
-        pass_tokens: int = 1024,
-        threads: int | None = None,
-        seed: int = 0,
-        version: int = 0,
-        deadline_s: float = 300.0,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        """Load a model folder (weights, config, tokenizer).
-
-        `max_running` answers are generated at once, in at most `cache_bytes` of keys and values (a single request that
-        needs more runs alone); `pass_tokens` bounds one pass over prompts. `threads` is torch's thread count for this
-        process, None leaves it alone. `seed` is for requests without one. `deadline_s` bounds the wait for the worker.
-        Raises BadInput for a folder or a model that cannot be used.
-        """
+        """Load a model folder (weights, config, tokenizer). BadInput for a folder or a model that cannot be used."""
         if dtype not in ("bfloat16", "float32", "float16"):
             raise BadInput(f"dtype: {dtype!r}; choose bfloat16, float16 or float32")
         if not Path(model_path).is_dir():
@@ -75,22 +83,17 @@ class TransformersEngine:
             tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
         except (OSError, ValueError) as error:
             raise BadInput(f"model_path: {str(model_path)!r} cannot be loaded: {error}") from error
-        self._start(
-            model.to(device),
-            tokenizer,
-            max_running=max_running,
-            max_context=max_context,
-            cache_bytes=cache_bytes,
-            pass_tokens=pass_tokens,
-            threads=threads,
-            seed=seed,
-            version=version,
-            deadline_s=deadline_s,
-        )
+        self._start(model.to(device), tokenizer, **options)
 
     @classmethod
-    def from_model(
-        cls,
+    def from_model(cls, model: Any, tokenizer: Any | None, **options: Unpack[EngineOptions]) -> "TransformersEngine":
+        """An engine over a loaded model, which it owns from here on. Without a tokenizer stop strings are refused."""
+        engine = cls.__new__(cls)
+        engine._start(model, tokenizer, **options)
+        return engine
+
+    def _start(
+        self,
         model: Any,
         tokenizer: Any | None,
         *,
@@ -102,36 +105,6 @@ class TransformersEngine:
         seed: int = 0,
         version: int = 0,
         deadline_s: float = 300.0,
-    ) -> "TransformersEngine":
-        """An engine over a loaded model, which it owns from here on. Without a tokenizer stop strings are refused."""
-        engine = cls.__new__(cls)
-        engine._start(
-            model,
-            tokenizer,
-            max_running=max_running,
-            max_context=max_context,
-            cache_bytes=cache_bytes,
-            pass_tokens=pass_tokens,
-            threads=threads,
-            seed=seed,
-            version=version,
-            deadline_s=deadline_s,
-        )
-        return engine
-
-    def _start(
-        self,
-        model: Any,
-        tokenizer: Any | None,
-        *,
-        max_running: int,
-        max_context: int | None,
-        cache_bytes: int,
-        pass_tokens: int,
-        threads: int | None,
-        seed: int,
-        version: int,
-        deadline_s: float,
     ) -> None:
         if max_running < 1:
             raise BadInput(f"max_running: {max_running}; at least one answer must run at a time")

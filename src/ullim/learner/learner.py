@@ -14,6 +14,7 @@ from torch import Tensor
 from ullim.config.learner import LearnerConfig
 from ullim.config.objective import ObjectiveConfig
 from ullim.config.policy import PolicyConfig
+from ullim.learner.allocator import keep_freed_memory
 from ullim.learner.bad_steps import BadSteps
 from ullim.learner.checkpoint import load_state, save_state
 from ullim.learner.export import export_folder
@@ -63,6 +64,8 @@ class Learner:
         self._policy_config = policy
         self._version = 0
         self._ranks = Ranks(place)
+        if self._ranks.device.type == "cpu":
+            keep_freed_memory()
         self._compute_dtype: torch.dtype = getattr(torch, policy.compute_dtype)
 
         def load(*, frozen: bool) -> ShardedPolicy:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+LEAST_LOG_PROB = -1e30
+"""Stands for −inf where it is multiplied by a probability of 0; finite in float32."""
+
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """−Σ p ln p of softmax(logits) over the last axis, in nats: logits [..., V] to [...], at least float32.
@@ -90,45 +93,63 @@ class _Head:
     scale: float
     softcap: float | None
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, buffers: "_Buffers") -> Tensor:
         """[C, D] to [C, V] in at least float32, in a buffer that the caller may overwrite."""
-        z = _promote(hidden @ weight.T)
+        product = torch.mm(hidden, weight.T, out=buffers.product[: len(hidden)])
+        z = product if product.dtype == buffers.logits.dtype else buffers.logits[: len(hidden)].copy_(product)
         if bias is not None:
             z.add_(bias)
-        if self.softcap is None:
-            return z.mul_(self.scale / self.temperature)
-        return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        if self.softcap is not None:
+            return z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        factor = self.scale / self.temperature
+        return z if factor == 1.0 else z.mul_(factor)
 
     def to_product(self, grad: Tensor, logits: Tensor | None) -> Tensor:
         """Gradient by the scaled logits to gradient by hidden · Wᵀ, in place; `logits` only matters with a softcap."""
-        grad.mul_(self.scale / self.temperature)
+        factor = self.scale / self.temperature
+        if factor != 1.0:
+            grad.mul_(factor)
         if self.softcap is not None and logits is not None:
             slope = logits.mul_(self.temperature / self.softcap).square_().neg_().add_(1.0)
             grad.mul_(slope)
         return grad
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps its inputs and two numbers per token; backward builds each chunk's softmax anew.
+class _Buffers:
+    """What one chunk needs, made once for all of them: [C, V] in the dtype of the product and in float32.
 
-    A chunk's work is a function of its own, so that its buffers are gone before the next chunk's are made; as names in
-    a loop they would live into the next turn and double the peak.
+    Fresh blocks of that size come from the operating system page by page, which costs more than the arithmetic on them.
     """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+        shape = (min(chunk_tokens, len(hidden)), len(weight))
+        self.product = hidden.new_empty(shape)
+        self.logits = (
+            self.product if hidden.dtype == _promoted(hidden) else hidden.new_empty(shape, dtype=torch.float32)
+        )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Forward keeps its inputs and two numbers per token; backward builds each chunk's softmax anew."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, head: _Head
     ) -> tuple[Tensor, Tensor]:
         compute_weight = weight.to(hidden.dtype)
-        kept = _promote(hidden.new_empty(0)).dtype
-        logp, entropy, normaliser = (torch.empty(len(hidden), dtype=kept, device=hidden.device) for _ in range(3))
+        logp, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=_promoted(hidden)) for _ in range(3))
+        buffers = _Buffers(hidden, weight, head.chunk_tokens)
+        by_token = torch.empty_like(buffers.logits)
 
         def chunk(part: slice) -> None:
-            z = head.logits(hidden[part], compute_weight, bias)
-            normaliser[part] = torch.logsumexp(z, dim=-1)
-            logp[part] = z.gather(-1, targets[part, None]).squeeze(-1) - normaliser[part]
-            probs = z.sub_(normaliser[part, None]).exp_()
-            entropy[part] = torch.special.entr(probs).sum(dim=-1)  # entr(0) = 0, so −inf logits do no harm
+            z = head.logits(hidden[part], compute_weight, bias, buffers)
+            highest = z.amax(dim=-1)
+            log_probs = torch.log_softmax(z, dim=-1, out=by_token[: len(z)])
+            normaliser[part] = highest - log_probs.amax(dim=-1)
+            logp[part] = log_probs.gather(-1, targets[part, None]).squeeze(-1)
+            # A forbidden token (log-prob −inf) must add 0 · something finite.
+            probs = torch.exp(log_probs, out=z)
+            entropy[part] = -probs.mul_(log_probs.clamp_(min=LEAST_LOG_PROB)).sum(dim=-1)
 
         with _no_autocast(hidden):
             for part in _chunks(len(hidden), head.chunk_tokens):
@@ -149,11 +170,11 @@ class _TokenLogprobs(torch.autograd.Function):
             return None, None, None, None, None
         compute_weight = weight.to(hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Chunks are summed in float32: bfloat16 would drop whatever is 256 times smaller than the sum so far.
-        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = _ProductSum(weight, hidden) if ctx.needs_input_grad[1] else None
+        buffers = _Buffers(hidden, weight, head.chunk_tokens)
 
         def chunk(part: slice) -> None:
-            z = head.logits(hidden[part], compute_weight, bias)
+            z = head.logits(hidden[part], compute_weight, bias, buffers)
             # The softcap's slope needs z again, after its buffer has become the probabilities.
             capped = z.clone() if head.softcap is not None else None
             grad = _grad_by_logits(
@@ -163,17 +184,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if grad_logp is None else grad_logp[part],
                 None if grad_entropy is None else grad_entropy[part],
             )
-            del z
-            grad = head.to_product(grad, capped).to(hidden.dtype)
+            grad = head.to_product(grad, capped)
+            if grad.dtype != hidden.dtype:
+                grad = buffers.product[: len(grad)].copy_(grad)
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ compute_weight
+                torch.mm(grad, compute_weight, out=grad_hidden[part])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, hidden[part])
+                grad_weight.add(grad.T, hidden[part])
 
         with _no_autocast(hidden):
             for part in _chunks(len(hidden), head.chunk_tokens):
                 chunk(part)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.rounded(), None, None, None
 
 
 def _grad_by_logits(
@@ -189,20 +211,47 @@ def _grad_by_logits(
     return grad.scatter_add_(-1, targets[:, None], uniform[:, None])
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left · right. Same dtype: in place, which saves a whole [V, D] temporary per chunk."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+class _ProductSum:
+    """Σ left · right over the chunks, [V, D], in float32: bfloat16 would drop what is 256 times smaller than the sum.
+
+    A lone chunk has nothing to be added to and is taken as it is.
+    """
+
+    def __init__(self, weight: Tensor, hidden: Tensor) -> None:
+        self._weight = weight
+        self._product = weight.new_empty(weight.shape, dtype=hidden.dtype)
+        self._total: Tensor | None = None
+        self._empty = True
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add one chunk's product."""
+        if not self._empty and self._total is None:
+            self._total = _promote(self._product)
+        if self._total is not None and self._total.dtype == left.dtype:
+            self._total.addmm_(left, right)
+            return
+        torch.mm(left, right, out=self._product)
+        if self._total is not None:
+            self._total += self._product
+        self._empty = False
+
+    def rounded(self) -> Tensor:
+        """The sum in the dtype of the weight."""
+        if self._empty:
+            return torch.zeros_like(self._weight)
+        return (self._product if self._total is None else self._total).to(self._weight.dtype)
 
 
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
+def _promoted(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
 def _promote(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.to(torch.float32)
+    return values.to(_promoted(values))
 
 
 def _no_autocast(like: Tensor) -> contextlib.AbstractContextManager[None]:

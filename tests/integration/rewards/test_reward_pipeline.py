@@ -1,4 +1,4 @@
-"""From labels to scores on the real sentence encoder, small: fit, save, build channels, score several groups at once."""
+"""From labels to scores on the real sentence encoder: fit, save, build channels, score several groups at once."""
 
 import asyncio
 from pathlib import Path

@@ -73,12 +73,12 @@ def test_a_run_without_steps_or_with_one() -> None:
 
 
 def test_answers_side_by_side_one_per_prompt() -> None:
-    before = result(*(answer(name, f"old {name}", taste=0.5) for name in "aabbccddee"))
-    after = result(*(answer(name, f"new {name}", taste=None) for name in "aabbccddee"))
+    before = result(*(answer(name, f"old {name}{n}", taste=0.5) for n, name in enumerate("aabbccddee")))
+    after = result(*(answer(name, f"new {name}{n}", taste=None) for n, name in enumerate("aabbccddee")))
     rows = cells(answers_table(before, after))
     assert [row[0] for row in rows] == ["turn of a", "turn of b", "turn of c"]
-    assert rows[0][1] == "old a\n[dim]taste +0.50[/]"
-    assert rows[0][2] == "new a\n[dim][/]"
+    assert rows[0][1] == "old a0\n[dim]taste +0.50[/]"
+    assert rows[0][2] == "new a0\n[dim][/]"
 
 
 def test_a_resumed_run_that_answered_other_prompts_at_its_end() -> None:
