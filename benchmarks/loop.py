@@ -1,6 +1,6 @@
 """The loop against itself in turn, and against TRL's GRPOTrainer, on the same job in one run.
 
-    python benchmarks/loop.py [--steps 6] [--learner-threads 2] [--without trl sync]
+    python benchmarks/loop.py [--steps 6] [--learner-threads 1] [--without trl sync]
 
 Same model, prompts, 8 x 8 answers a step, at most 64 tokens, one length reward, all cores. Each contestant is a process
 of its own, one after the other, so they never compete. Prints completions/s (steady steps: the first two are left out),
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL after its first")
     parser.add_argument("--trl-micro-batch", type=int, default=16)
     parser.add_argument("--max-staleness", type=int, default=1)
-    parser.add_argument("--learner-threads", type=int, default=os.cpu_count())
+    parser.add_argument("--learner-threads", type=int, default=1)
     parser.add_argument("--node-threads", type=int, default=1)
     parser.add_argument("--without", nargs="*", default=[], choices=["sync", "trl"])
     arguments = parser.parse_args()

@@ -41,7 +41,8 @@ function = "my_rewards:politeness"
 
 `ullim train my.toml` checks it before any process starts. Every mistake gets one line that names the key, what was
 found and what is right; nothing is converted in silence (`steps = "10"` is an error, not 10). The recipe as it was in
-force, defaults filled in, is kept as `config.toml` in the run directory, and can itself be given to `ullim train`.
+force, defaults filled in, is kept as `config.toml` in the run directory; `ullim train` takes it again, with `--resume`
+or under another `--run.name`.
 
 ## Overrides
 

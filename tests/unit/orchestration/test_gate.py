@@ -62,8 +62,10 @@ class Schedules:
         if gate.can_admit():
             group = (w.admitted, w.nodes)
             after.append(World(w.learner, w.nodes, w.in_flight | {group}, w.ready, w.unreleased, w.admitted + 1))
-        for group in w.in_flight:
-            after.append(World(w.learner, w.nodes, w.in_flight - {group}, w.ready | {group}, w.unreleased, w.admitted))
+        after += [
+            World(w.learner, w.nodes, w.in_flight - {group}, w.ready | {group}, w.unreleased, w.admitted)
+            for group in w.in_flight
+        ]
         if w.learner > w.nodes:
             gate.nodes_hold(w.learner)
             left = tuple(v for v in w.unreleased if v > w.learner)
