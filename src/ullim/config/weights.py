@@ -20,5 +20,6 @@ class WeightsConfig(Section):
     attempts: int = Field(default=3, ge=1)
     """Tries of one publication (nodes that died are left out and restarted) before the run fails."""
 
-    bind: str = "127.0.0.1"
-    """Address that the learner's rendezvous listens on. On a cluster: the learner's address in the private network."""
+    bind: str | None = None
+    """Address on which the learner waits for nodes. None: loopback when Ray was started by the run, and on a cluster
+    (RAY_ADDRESS is set) the address that Ray knows the learner's machine by. The stream is not encrypted."""

@@ -6,6 +6,7 @@ order on every rank, and two threads cannot promise that, so they never share on
 """
 
 import datetime
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.device_mesh import DeviceMesh
 
 from ullim.errors import BadInput
+from ullim.weights.lines import listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,21 @@ class RankPlace:
             raise BadInput(f"{self.world_size} learner ranks need the port of rank 0's rendezvous, got {self.port}")
 
 
+def _meeting_place(place: RankPlace, deadline: datetime.timedelta) -> TCPStore:
+    """The store through which ranks find each other. Rank 0 listens on `host` only, not on every interface."""
+    if place.rank:
+        return TCPStore(place.host, place.port, place.world_size, is_master=False, timeout=deadline)
+    listener = listen(place.host, place.port, backlog=socket.SOMAXCONN)
+    return TCPStore(
+        place.host,
+        place.port,
+        place.world_size,
+        is_master=True,
+        timeout=deadline,
+        master_listen_fd=listener.detach(),
+    )
+
+
 class Ranks:
     """The process groups of one learner. Every rank constructs it at about the same time; `close` ends them.
 
@@ -52,7 +69,7 @@ class Ranks:
             if place.world_size == 1:
                 store: Store = HashStore()
             else:
-                store = TCPStore(place.host, place.port, place.world_size, is_master=place.rank == 0, timeout=deadline)
+                store = _meeting_place(place, deadline)
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(
                 backend, store=store, rank=place.rank, world_size=place.world_size, timeout=deadline

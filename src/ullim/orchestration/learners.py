@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from ray.util import get_node_ip_address
 
 from ullim.config.learner import LearnerConfig
 from ullim.config.objective import ObjectiveConfig
@@ -45,7 +46,7 @@ class LearnerSpec:
     bad_samples_path: str
     engine_dtype: str
     buffer_bytes: int
-    transfer_bind: str
+    transfer_bind: str | None
     transfer_checksum: bool
     transfer_deadline_s: float
 
@@ -60,16 +61,17 @@ class LearnerRank:
         self._ranks = ranks
         self._learner: Learner | None = None
         self._manifest = WeightManifest((), (), spec.buffer_bytes)
+        self._host = "127.0.0.1"
         self._awaited = -1  # publication that the running step's optimiser waits for
         self._sender: WeightSender | None = None
         self._permit = UpdatePermit(UPDATE_DEADLINES * spec.transfer_deadline_s)
 
     def rendezvous(self, on_cluster: bool) -> tuple[str, int]:
         """Where the ranks meet: this machine's address and a free port."""
-        host = socket.gethostbyname(socket.gethostname()) if on_cluster else "127.0.0.1"
+        self._host = get_node_ip_address() if on_cluster else "127.0.0.1"
         with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, int(probe.getsockname()[1])
+            probe.bind((self._host, 0))
+            return self._host, int(probe.getsockname()[1])
 
     def start(self, host: str, port: int) -> WeightManifest:
         """Load and shard the policy; returns what a publication of it consists of."""
@@ -102,7 +104,10 @@ class LearnerRank:
             self._sender.close()
         spec = self._spec
         self._sender = WeightSender(
-            receivers, deadline_s=spec.transfer_deadline_s, host=spec.transfer_bind, checksum=spec.transfer_checksum
+            receivers,
+            deadline_s=spec.transfer_deadline_s,
+            host=spec.transfer_bind or self._host,
+            checksum=spec.transfer_checksum,
         )
         return dict(self._sender.addresses)
 

@@ -83,7 +83,7 @@ def run_ranks(models: Path) -> Callable[..., Results]:
         errors = []
         for process in processes:
             try:
-                errors.append(process.communicate(timeout=240)[1])
+                errors.append(process.communicate(timeout=540)[1])
             finally:
                 process.kill()
         if any(process.returncode for process in processes):

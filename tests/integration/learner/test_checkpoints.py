@@ -12,6 +12,9 @@ from transformers import AutoModelForCausalLM
 from ullim.errors import BadInput
 from ullim.learner.ranks import RankPlace
 
+# Processes that import torch and transformers; on a crowded machine that alone can take a minute.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def resumed(two_ranks, run_ranks):

@@ -4,6 +4,9 @@ import pytest
 
 from ullim.learner.ranks import RankPlace
 
+# Processes that import torch and transformers; on a crowded machine that alone can take a minute.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_overlap(two_ranks, worker, models, ranks):

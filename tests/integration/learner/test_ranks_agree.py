@@ -5,6 +5,9 @@ import pytest
 
 from ullim.learner.ranks import RankPlace
 
+# Processes that import torch and transformers; on a crowded machine that alone can take a minute.
+pytestmark = pytest.mark.timeout(900)
+
 SAME = ["whole", "cut", "tied", "tied-cut-recomputed", "sequence-mean", "two-updates", "everything", "lone_sequence"]
 
 
