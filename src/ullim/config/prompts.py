@@ -17,7 +17,7 @@ class PromptsConfig(Section):
     from the end of `path`."""
 
     heldout: int = Field(default=64, ge=0)
-    """How many held-out prompts to answer before and after training; 0 leaves the comparison out."""
+    """How many held-out prompts to answer before and after training, at most; 0 leaves the comparison out."""
 
     heldout_answers: int = Field(default=2, ge=1)
     """Answers drawn per held-out prompt, with the same seeds before and after."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -35,8 +35,12 @@ class HeldoutResult:
     truncated_fraction: float
     answers: tuple[HeldoutAnswer, ...]
 
-    def write(self, path: Path) -> None:
-        text = json.dumps(asdict(self), ensure_ascii=False, allow_nan=False, indent=1)
+    def write(self, path: Path, redact: Callable[[str], str] | None = None) -> None:
+        """As JSON; every prompt and answer passes through `redact` first."""
+        told = self.answers
+        if redact is not None:
+            told = tuple(replace(a, last_turn=redact(a.last_turn), text=redact(a.text)) for a in told)
+        text = json.dumps(asdict(replace(self, answers=told)), ensure_ascii=False, allow_nan=False, indent=1)
         write_atomically(path, lambda temporary: _write_text(temporary, text))
 
     @classmethod
@@ -62,6 +66,8 @@ async def measure(
     tasks = [RolloutTask(-1 - place, prompt, answers, seed + place) for place, prompt in enumerate(prompts)]
     groups = await _answer_all(pool, tasks, limit_s)
     drawn = [(group, completion) for group in groups for completion in group.completions]
+    if not drawn:
+        raise RunFailed(f"none of {len(tasks)} held-out prompts got an answer")
     told = tuple(
         HeldoutAnswer(
             prompt_id=group.prompt.prompt_id,

@@ -38,9 +38,10 @@ def read_material(recipe: Recipe) -> Material:
     context = int(config.get_text_config().max_position_embeddings)
     encoded, left_out = encode_prompts(read_prompts(Path(recipe.prompts.path)), tokenizer, context=context, **limit)
     if recipe.prompts.heldout_path is not None:
-        heldout, _ = encode_prompts(
+        heldout, heldout_left_out = encode_prompts(
             read_prompts(Path(recipe.prompts.heldout_path)), tokenizer, context=context, **limit
         )
+        left_out |= {f"held out, {reason}": count for reason, count in heldout_left_out.items()}
         heldout = heldout[: recipe.prompts.heldout]
     else:
         split = len(encoded) - recipe.prompts.heldout

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def _attempt(recipe: Recipe, material: Material, *, resume: bool, console: Conso
             live.note(f"{count} prompts left out: {reason}")
         live.status("starting Ray")
         live.note(f"process logs: {stack.enter_context(ray_session())}")
-        run = Run(recipe, material, directory, metrics, samples, live)
+        run = Run(recipe, material, directory, metrics, samples, live, redact)
         return asyncio.run(run.to_the_end(checkpoint))
 
 
@@ -106,6 +106,7 @@ class Run:
         metrics: MetricsWriter,
         samples: SampleRecorder,
         live: LiveView,
+        redact: Callable[[str], str] | None,
     ) -> None:
         self._recipe = recipe
         self._material = material
@@ -113,6 +114,7 @@ class Run:
         self._metrics = metrics
         self._samples = samples
         self._live = live
+        self._redact = redact
         self._changes = Changes()
         self._checkpoints = Checkpoints(directory.checkpoints, recipe.checkpoint.keep)
         self._threads = share_threads(recipe, os.cpu_count() or 1)
@@ -254,5 +256,5 @@ class Run:
             seed=self._recipe.run.seed,
             limit_s=self._recipe.loop.watchdog_s,
         )
-        result.write(path)
+        result.write(path, self._redact)
         return result

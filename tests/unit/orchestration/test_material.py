@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from ullim.config.load import check_recipe
 from ullim.errors import BadInput
+from ullim.orchestration.heldout import HeldoutAnswer, HeldoutResult
 from ullim.orchestration.material import Material, read_material
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "e2e"))
@@ -154,3 +155,11 @@ def test_a_chat_template_that_cannot_be_read_or_refuses_a_prompt(tmp_path: Path)
     template.write_text("{{ raise_exception('no small talk') }}", encoding="utf-8")
     with pytest.raises(BadInput, match="prompt 'a0': the chat template refuses it: no small talk"):
         read_with(tmp_path, folder, chat_template=str(template))
+
+
+def test_redaction_reaches_the_held_out_answers(tmp_path: Path) -> None:
+    answer = HeldoutAnswer("p", "my name is Kim", "hello Kim", 3, {"taste": 1.0})
+    result = HeldoutResult(1, {"taste": 1.0}, 3.0, 0.0, (answer,))
+    result.write(tmp_path / "heldout.json", lambda text: text.replace("Kim", "█"))
+    assert "Kim" not in (tmp_path / "heldout.json").read_text(encoding="utf-8")
+    assert HeldoutResult.read(tmp_path / "heldout.json").answers[0].text == "hello █"
