@@ -1,11 +1,11 @@
 """The learner's forward and backward against a plain padded loop on the same sequences, and where its time goes.
 
-    python benchmarks/learner.py [--model DIR] [--groups 4] [--members 8] [--prompt 100] [--answer 64] [--threads 1] [--profile]
+    python benchmarks/learner.py [--model DIR] [--groups 4] [--members 8] [--prompt 100] [--answer 64] [--profile]
 
-All rows train on the same sequences, in bfloat16, and count the same tokens: prompt and answer of every sequence, as a plain
-loop would compute them. *plain* is a Hugging Face model on a padded batch with a log-softmax over all logits, forward
-and backward only. *repeated* is a whole learner step (loss, gradient norm, AdamW) with every sequence as a group of its own;
-*shared* is the same step with prompts computed once per group. Answers differ in length, by a fixed seed.
+All rows train on the same sequences, in bfloat16, and count the same tokens: prompt and answer of every sequence, as a
+plain loop would compute them. *plain* is a Hugging Face model on a padded batch with a log-softmax over all logits,
+forward and backward only. *repeated* is a whole learner step (loss, gradient norm, AdamW), every sequence a group
+of its own; *shared* is the same step with prompts computed once per group. Answers differ in length, by a fixed seed.
 Times are wall clock and processor time of this process; the latter is the fairer number on a machine that others share.
 """
 
@@ -132,10 +132,8 @@ def main() -> None:
     for name, measure in rows.items():
         wall, cpu, share = measure()
         plain = plain or cpu
-        print(
-            f"{name:10} {wall:8.2f} {cpu:8.2f} {tokens / wall:9.0f} {tokens / cpu:10.0f} {share:9.0%} {plain / cpu:8.2f}x",
-            flush=True,
-        )
+        speed = f"{tokens / wall:9.0f} {tokens / cpu:10.0f}"
+        print(f"{name:10} {wall:8.2f} {cpu:8.2f} {speed} {share:9.0%} {plain / cpu:8.2f}x", flush=True)
     print(f"\npeak memory of all three: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB")
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 WORKER = Path(__file__).with_name("rank_worker.py")
@@ -37,6 +38,14 @@ def save_model(model_class: Any, config: Any, folder: Path) -> Path:
                 parameter.mul_(4.0)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left_behind() -> Iterator[None]:
+    """A learner that ran in this process has joined torch's default group, which other tests want to find unused."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -173,8 +173,8 @@ def overlap(folder: Path, place: RankPlace) -> Arrays:
         return result
 
     def update(*arguments: Any) -> None:
-        moved.set()
         own_update(*arguments)
+        moved.set()
 
     policy.logprobs, optimiser.update = logprobs, update  # type: ignore[method-assign]
     sender = SlowSender(computing, moved) if place.rank == 0 else None
