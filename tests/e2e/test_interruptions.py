@@ -86,6 +86,15 @@ def test_rewards_that_never_work_end_the_run_with_their_reason(tmp_path: Path) -
     broken = {"fondness": {"kind": "function", "function": "toy:unlucky", "retries": 0}}
     with pytest.raises(RunFailed, match="scoring service is down"):
         train(recipe(tmp_path, rewards=broken, loop={"max_empty_steps": 2}))
+    # It ended before its first checkpoint; mended and resumed, it begins again in the same directory.
+    assert train(recipe(tmp_path, loop={"steps": 2}), resume=True).version == 2
+
+
+def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    missing = {"fondness": {"kind": "function", "function": "toy:nothing"}}
+    with pytest.raises(BadInput, match=r"rewards\.fondness\.function"):
+        train(recipe(tmp_path, rewards=missing))
+    assert not (tmp_path / "run").exists()
 
 
 def test_prompts_that_are_all_too_long_are_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ def _choices() -> Table:
 
 
 def _why_transformers() -> str:
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed"
-    return "vLLM is installed, but this version of Ullim cannot use it yet"
+    installed = importlib.util.find_spec("vllm") is not None
+    return f"the only engine of this version (vLLM is {'' if installed else 'not '}installed, and not used yet)"
 
 
 def _fast_bfloat16() -> bool:

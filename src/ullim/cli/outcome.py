@@ -33,7 +33,8 @@ def show_outcome(result: RunResult, console: Console, *, seconds: float) -> None
     console.print("\nNext, train on or look at the curves:")
     command = _as_typed("ullim")
     print(f"  {command} train {result.directory / 'config.toml'} --resume --loop.steps={2 * result.version}")
-    print(f"  {_as_typed('tensorboard')} --logdir {result.directory / 'tensorboard'}")
+    if any((result.directory / "tensorboard").glob("*")):
+        print(f"  {_as_typed('tensorboard')} --logdir {result.directory / 'tensorboard'}")
 
 
 def rewards_table(before: HeldoutResult, after: HeldoutResult) -> Table:

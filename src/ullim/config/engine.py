@@ -1,6 +1,6 @@
 """Generation: which engine, and how tokens are drawn."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -17,7 +17,7 @@ class SamplingConfig(Section):
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens; one that reaches it has finish `length`."""
 
-    stop_strings: tuple[str, ...] = Field(default=(), strict=False)
+    stop_strings: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), strict=False)
     """An answer ends when its text holds one of these. End-of-turn tokens of the model always end it."""
 
     top_p: float = 1.0

@@ -22,7 +22,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise BadInput(f"{path}: no such recipe; see recipes/ for examples") from None
     except IsADirectoryError:
@@ -31,7 +31,7 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         raise BadInput(f"{path}: not UTF-8 ({error.reason} at byte {error.start}); a recipe is UTF-8 text") from None
     except OSError as error:
         raise BadInput(f"{path}: cannot be read ({error.strerror or error})") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting without end
         raise BadInput(f"{path}: not valid TOML: {error}") from error
     given = [override.removeprefix("--") for override in overrides]
     for override in given:
@@ -63,7 +63,7 @@ def _apply(data: dict[str, Any], override: str) -> None:
 def _value(parts: Sequence[str], text: str) -> Any:
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     if len(read) > 1 or (is_text(parts) and not isinstance(read["value"], str)):
         return text  # several lines, or a number where only a name can stand: --run.name=7

@@ -37,7 +37,7 @@ class Checkpoints:
         """The checkpoint to resume from; BadInput where there is none."""
         found = self.all()
         if not found:
-            raise BadInput(f"{self._folder}: no complete checkpoint to resume from; start without --resume")
+            raise BadInput(f"{self._folder}: no complete checkpoint")
         return found[-1][1]
 
     async def write(self, step: int, state: Mapping[str, Any], learners: Learners) -> Path:
@@ -62,7 +62,9 @@ class Checkpoints:
         try:
             state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise BadInput(f"{path / _STATE}: cannot be read ({error}); resume from another checkpoint") from error
+            raise BadInput(
+                f"{path / _STATE}: cannot be read ({error}); remove {path} to resume from the one before"
+            ) from error
         if not isinstance(state, dict) or not {"version", "gate", "stream", "counters"} <= state.keys():
-            raise BadInput(f"{path / _STATE}: not a run state; resume from another checkpoint")
+            raise BadInput(f"{path / _STATE}: not a run state; remove {path} to resume from the one before")
         return state

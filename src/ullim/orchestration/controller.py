@@ -96,6 +96,7 @@ class Controller:
         self._learner_turn = asyncio.Lock()  # held while parameters may change
         self._learner_state = "idle"
         self._empty_steps = 0
+        self._unscored: Counter[str] = Counter()  # by reason, since the run began
         self._watchdog = Watchdog(recipe.loop.watchdog_s, self.describe)
 
     async def run(self) -> None:
@@ -157,8 +158,10 @@ class Controller:
             waiting_since = time.monotonic()
             await self._changes.until(self._batch_is_ready)
             groups = self.buffer.take(self._recipe.loop.groups_per_step, self.version)
-            if not groups:
-                break  # the prompts have come to their end
+            if not groups:  # the prompts have come to their end
+                if self.version == 0:
+                    raise RunFailed(f"the prompts came to their end before one step could be taken: {self._reasons()}")
+                break
             assembly = self._assemble(groups)
             if not assembly.batch.sequences:
                 self._return_unscored(groups)
@@ -218,14 +221,19 @@ class Controller:
         weights = {name: channel.weight for name, channel in recipe.rewards.items()}
         assembly = assemble(groups, version=self.version, weights=weights, settings=recipe.objective.advantage)
         self.counters["answers_unscored"] += sum(assembly.unscored.values())
+        self._unscored += assembly.unscored
         self._empty_steps = self._empty_steps + 1 if assembly.teaches_nothing else 0
         if self._empty_steps >= recipe.loop.max_empty_steps:
-            reasons = "; ".join(f"{reason} ({count} answers)" for reason, count in assembly.unscored.most_common(5))
             raise RunFailed(
-                f"every advantage was 0 in {self._empty_steps} steps in a row (loop.max_empty_steps): "
-                + (reasons or "all answers of each group earned the same reward, so there is nothing to compare")
+                f"every advantage was 0 in {self._empty_steps} steps in a row (loop.max_empty_steps): {self._reasons()}"
             )
         return assembly
+
+    def _reasons(self) -> str:
+        """Why nothing could be learned, the most frequent reasons first."""
+        if not self._unscored:
+            return "all answers of each group earned the same reward, so there is nothing to compare"
+        return "; ".join(f"{reason} ({count} answers)" for reason, count in self._unscored.most_common(5))
 
     async def _step(self, assembly: Assembly) -> StepReport:
         """Forward and backward overlap the running publication; the optimiser moves once it is over."""

@@ -50,6 +50,9 @@ def train(recipe: Recipe, *, resume: bool = False, console: Console | None = Non
     everything written so far intact, when a run that started cannot go on.
     """
     material = read_material(recipe)
+    for name, channel in recipe.rewards.items():
+        if channel.kind == "function":  # the nodes import it; a name that leads nowhere should not wait for them
+            import_function(channel.function, key=f"rewards.{name}.function")
     restarts = 0
     while True:
         try:
@@ -64,7 +67,7 @@ def train(recipe: Recipe, *, resume: bool = False, console: Console | None = Non
 
 
 def _directory(recipe: Recipe) -> Path:
-    return Path(recipe.run.dir.format(name=recipe.run.name))
+    return Path(recipe.run.dir.format(name=recipe.run.name)).expanduser()
 
 
 def _attempt(recipe: Recipe, material: Material, *, resume: bool, console: Console | None) -> RunResult:
@@ -74,10 +77,12 @@ def _attempt(recipe: Recipe, material: Material, *, resume: bool, console: Conso
     checkpoint, version = None, 0
     if resume:
         directory = RunDirectory.open(_directory(recipe))
-        checkpoint = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).newest()
-        version = int(Checkpoints.state(checkpoint)["version"])
+        complete = Checkpoints(directory.checkpoints, recipe.checkpoint.keep).all()
+        if complete:  # a run that ended before its first checkpoint begins again
+            checkpoint = complete[-1][1]
+            version = int(Checkpoints.state(checkpoint)["version"])
+        rewind(directory, first_step=version + 1)  # refuses a run that somebody else is writing, so it comes first
         directory.replace_config(resolved)
-        rewind(directory, first_step=version + 1)
     else:
         directory = RunDirectory.create(_directory(recipe), resolved)
     channels = tuple(recipe.rewards)

@@ -71,7 +71,7 @@ class FunctionChannel:
         if self._closed:
             raise RuntimeError(f"reward channel {self.name} is closed")
         whole = [completion for completion in completions if completion.finish != "aborted"]
-        samples = [Sample(prompt.messages, c.text, c.token_ids, c.finish) for c in whole]
+        samples = [Sample(prompt.messages, c.text, _read_only(c.token_ids), c.finish) for c in whole]
         given = iter(await self._score_samples(samples) if samples else [])
         scores = [
             Score(None, "aborted before its end") if completion.finish == "aborted" else next(given)
@@ -91,7 +91,8 @@ class FunctionChannel:
             self._counts["retries"] += attempt > 0
             self._counts["calls"] += 1
             try:
-                answer = await self._runner.call(samples, self._timeout_s)
+                # A list of its own for every try: the function may do with it what it likes.
+                answer = await self._runner.call(list(samples), self._timeout_s)
             except TimeoutError:
                 self._counts["timeouts"] += 1
                 reason = f"no answer within {self._timeout_s:g} s"
@@ -203,6 +204,13 @@ async def _within(answer: "Future[Any]", timeout_s: float) -> Any:
     return waiter.result()
 
 
+def _read_only(token_ids: IntArray) -> IntArray:
+    """A view that cannot be written: what the function changed would be trained on against other tokens' log-probs."""
+    view = token_ids.view()
+    view.flags.writeable = False
+    return view
+
+
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
@@ -217,7 +225,10 @@ def _scores(answer: Any, count: int) -> list[Score]:
         answer.close()
         return [Score(None, "the function returned a coroutine; declare it with `async def`")] * count
     # A dict, set or generator has no order or length to trust; numpy arrays and torch tensors have `tolist`.
-    values = answer.tolist() if hasattr(answer, "tolist") else answer
+    try:
+        values = answer.tolist() if hasattr(answer, "tolist") else answer
+    except Exception as error:  # the user's object, so anything may come; it becomes the reason
+        return [Score(None, f"the function's {type(answer).__name__} cannot be read: {_told(error)}")] * count
     if not isinstance(values, list | tuple):
         return [Score(None, f"the function returned {type(answer).__name__}, not a list of {count} numbers")] * count
     if len(values) != count:
@@ -228,9 +239,12 @@ def _scores(answer: Any, count: int) -> list[Score]:
 def _score(value: Any) -> Score:
     if value is None:
         return Score(None, "the function gave no score")
-    if hasattr(value, "item"):  # numpy and torch scalars
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        return Score(None, f"the function gave {type(value).__name__} {str(value)[:40]!r}, not a number")
-    number = float(value)
+    try:
+        if hasattr(value, "item"):  # numpy and torch scalars
+            value = value.item()
+        if not isinstance(value, numbers.Real):
+            return Score(None, f"the function gave {type(value).__name__} {str(value)[:40]!r}, not a number")
+        number = float(value)
+    except Exception as error:  # an array of several, a number beyond floats, an object with its own ideas
+        return Score(None, f"the function gave {type(value).__name__}, not a number ({_told(error)})")
     return Score(number) if np.isfinite(number) else Score(None, f"the function gave {number}")

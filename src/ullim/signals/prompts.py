@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
-from jinja2 import TemplateError
 
 from ullim.errors import BadInput
 from ullim.records import IntArray, Message
@@ -114,7 +113,7 @@ def _templated(prompt: RawPrompt, tokenizer: Any) -> str:
     messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
     try:
         return cast(str, tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
+    except Exception as error:  # a template is code and may raise anything
         raise BadInput(f"prompt {prompt.prompt_id!r}: the chat template refuses it: {error}") from error
 
 
@@ -150,7 +149,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", row
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path}: cannot be read as Parquet: {error}") from error
 
 

@@ -97,7 +97,7 @@ def test_everything_together_names_folder_checkpoint_and_next_command(
     tmp_path: Path, heldout: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = RunDirectory.create(tmp_path / "run", {"run": {"name": "x"}})
-    with MetricsWriter(directory, tensorboard=False) as metrics:
+    with MetricsWriter(directory, tensorboard=True) as metrics:
         metrics.write(1, {"timing/step": 2.0})
     figures = result(answer("a", "text"), taste=0.5) if heldout else None
     done = RunResult(directory.path, directory.checkpoints / "step-000001", 1, figures, figures)

@@ -155,7 +155,7 @@ def test_a_resolved_recipe_reads_back_as_itself(tmp_path: Path, data: dict[str, 
 @settings(deadline=None, max_examples=50)
 @given(
     st.floats(min_value=1e-300, max_value=1e300),
-    st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=3),
+    st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), max_size=3),
     st.integers(min_value=0, max_value=2**63 - 1),
     st.integers(min_value=1, max_value=50) | st.none(),
 )

@@ -24,6 +24,11 @@ WRONG = [
     ("prompts.shuffle", "yes", "prompts.shuffle: Input should be a valid boolean (found 'yes')"),
     ("policy.path", 5, "policy.path: Input should be a valid string (found 5)"),
     ("sampling.stop_strings", "x", "sampling.stop_strings: Input should be a valid tuple (found 'x')"),
+    (
+        "sampling.stop_strings",
+        [""],
+        "sampling.stop_strings.0: String should have at least 1 character (found '')",
+    ),
     ("sampling.stop_strings", ["x", 3], "sampling.stop_strings.1: Input should be a valid string (found 3)"),
     ("learner.betas", [0.9], "learner.betas.1: missing; the list is too short"),
     ("loop", 3, "loop: must be a section, [loop] with keys below it (found 3)"),

@@ -189,11 +189,22 @@ def test_empty_groups_are_counted_and_their_prompts_given_up() -> None:
         fake.members = 0
         return fake
 
-    settings = recipe(loop={"steps": 50, "prompt_retries": 0}, prompts={"epochs": 1})
-    loop = run(Loop(settings, prompts=6, node=node))
-    assert loop.witness.steps == []
+    loop = Loop(recipe(loop={"steps": 50, "prompt_retries": 0}, prompts={"epochs": 1}), prompts=6, node=node)
+    with pytest.raises(RunFailed, match="before one step could be taken"):
+        run(loop)
     assert loop.controller.counters["groups_empty"] == 6
     assert loop.controller.counters["prompts_given_up"] == 6
+
+
+def test_prompts_that_end_with_every_reward_failing_end_the_run_with_the_reason() -> None:
+    def node(name: str) -> FakeNode:
+        fake = FakeNode(name)
+        fake.value = lambda task, member: Score(None, "the service is down")
+        return fake
+
+    settings = recipe(loop={"steps": 50, "prompt_retries": 0, "max_empty_steps": 50}, prompts={"epochs": 1})
+    with pytest.raises(RunFailed, match=r"before one step could be taken: taste: the service is down \(6 answers\)"):
+        run(Loop(settings, prompts=3, node=node))
 
 
 def test_the_last_epoch_ends_with_a_smaller_step() -> None:

@@ -260,3 +260,27 @@ def test_a_closed_channel_refuses() -> None:
             await mine.score(PROMPT, answers("x"))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda samples: [np.array([1.0, 2.0])] * len(samples), "not a number"),
+        (lambda samples: [10**400] * len(samples), "not a number"),
+        (lambda samples: samples.clear() or [], "0 values for 2 samples"),
+    ],
+)
+def test_whatever_the_function_returns_is_a_reason_and_never_an_error(function: Any, reason: str) -> None:
+    scores = score(channel(function), answers("a", "b"))
+    assert [s.value for s in scores] == [None, None]
+    assert all(reason in str(s.reason) for s in scores)
+
+
+def test_a_function_cannot_rewrite_the_tokens_that_are_trained_on() -> None:
+    def scribble(samples: list[Sample]) -> list[float]:
+        samples[0].token_ids[:] = 3
+        return [1.0]
+
+    answered = answers("a")
+    assert "read-only" in str(score(channel(scribble), answered)[0].reason)
+    assert answered[0].token_ids.tolist() == [7]
