@@ -97,9 +97,9 @@ class TrainingStep:
             self._optimiser.forget_gradients()
             self._policy.forget_whole()
             work.tallies.append(tally)
-        suspects = self._ranks.largest(work.suspect)
         if not first_pass:
             self._ranks.total(work.start)
+        suspects = self._ranks.largest(work.suspects())
         work.seconds["timing/learner_step"] = time.perf_counter() - started
         return StepOutcome(
             metrics=self._metrics(work, norms, len(updates), version),
@@ -141,9 +141,7 @@ class TrainingStep:
         for packed in self._packed(update, work):
             loss, part = self._loss(packed, work, whole, chosen, known_start=known_start)
             loss.backward()  # type: ignore[no-untyped-call]
-            members = list(packed.members)
-            if not math.isfinite(loss.item()) and not bool(work.suspect[members].any()):
-                work.suspect[members] = 1.0  # no member is known to be at fault by itself
+            work.losses.append((packed.members, loss.detach()))  # looked at later: a look would wait for the device
             tally = tally.merge(part)
         vector = tally.to_vector()
         self._ranks.total(vector[: Tally.sums])
@@ -210,7 +208,7 @@ class _Work:
     batch: LearnerBatch
     device: torch.device
     start: Tensor = field(init=False)
-    suspect: Tensor = field(init=False)
+    losses: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)  # members and loss of each micro-batch
     tallies: list[Tally] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"timing/publication_wait": 0.0})
     input_tokens: int = 0
@@ -220,8 +218,6 @@ class _Work:
     def __post_init__(self) -> None:
         self._ends = np.cumsum([len(s.token_ids) for s in self.batch.sequences], dtype=np.int64).tolist()
         self.start = torch.zeros(self.batch.tokens, dtype=torch.float32, device=self.device)
-        broken = [0.0 if math.isfinite(s.advantage) else 1.0 for s in self.batch.sequences]
-        self.suspect = torch.tensor(broken, dtype=torch.float32, device=self.device)
 
     def of(self, place: int) -> Tensor:
         """The start's log-probs of one sequence, a view."""
@@ -230,5 +226,15 @@ class _Work:
     def record(self, packed: PackedBatch, logp: Tensor) -> None:
         for place, part in zip(packed.members, torch.split(logp, list(packed.lengths)), strict=True):
             self.of(place).copy_(part)
-            if not bool(part.isfinite().all()):
-                self.suspect[place] = 1.0
+
+    def suspects(self) -> Tensor:
+        """float32 [sequences]: 1 where the advantage or a log-prob is not finite, or the loss of the micro-batch is not
+        although no member is to blame by itself. Call it when `start` is complete."""
+        broken = [not math.isfinite(sequence.advantage) for sequence in self.batch.sequences]
+        if not bool(self.start.isfinite().all()):
+            broken = [b or not bool(self.of(place).isfinite().all()) for place, b in enumerate(broken)]
+        for members, loss in self.losses:
+            if not bool(loss.isfinite()) and not any(broken[member] for member in members):
+                for member in members:
+                    broken[member] = True
+        return torch.tensor(broken, dtype=torch.float32, device=self.device)
