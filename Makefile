@@ -22,7 +22,7 @@ types: .venv/dev.installed
 	$(BIN)/mypy
 
 .venv/base.installed: requirements/base.txt pyproject.toml scripts/install.sh
-	@test -e .venv/dev.installed && touch $@ || PYTHON=$(PYTHON) scripts/install.sh base
+	@PYTHON=$(PYTHON) scripts/install.sh $(if $(wildcard .venv/dev.installed),dev,base) && touch $@
 
 .venv/dev.installed: requirements/dev.txt pyproject.toml scripts/install.sh
 	@PYTHON=$(PYTHON) scripts/install.sh dev

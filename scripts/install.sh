@@ -11,6 +11,7 @@ uv_version=0.13.8
     exit 2
 }
 [ -x .venv/bin/python ] || "$python" -m venv .venv
+.venv/bin/python -m pip --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null  # a .venv made by uv has none
 [ -x .venv/bin/uv ] && .venv/bin/uv --version | grep -q " $uv_version" || .venv/bin/python -m pip install --quiet "uv==$uv_version"
 
 # uv does not read pip's configuration; hand it the folder of wheels that pip would use, where there is one.
